@@ -1,0 +1,1 @@
+"""The text that every script trains and measures on; see shakespeare.py."""

@@ -1,0 +1,490 @@
+"""What the scripts share about models and measuring: loading, timing, memory, evaluation, training.
+
+Nothing here belongs to a technique. Times are taken by a hook in front of the model's forward, so the
+code of a technique holds no clock; memory is counted at the allocator, in a run of its own.
+The options, the report and the cost model are in inference_report.py.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import statistics
+import time
+from collections import namedtuple
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts memory stays silent
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from data.shakespeare import check_length, get_batch  # noqa: E402
+from gptlite import (  # noqa: E402
+    get_gptlite_distilled_model_parameters,
+    get_gptlite_model_parameters,
+)
+
+ROOT = Path(__file__).resolve().parent
+GPTLITE_CKPT_PATH = ROOT / "checkpoints" / "gptlite.pth"
+GPTLITE_DISTILLED_CKPT_PATH = ROOT / "checkpoints" / "gptlite_distilled.pth"
+PREFIXES = ("_orig_mod.", "module.")  # what torch.compile and data parallelism put before every name
+
+
+def pick_device(name="auto"):
+    """Returns the torch.device for auto, cpu, cuda or mps. Raises ValueError where there is none."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        name = next(kind for kind, present in available.items() if present)
+    if not available[name]:
+        raise ValueError(f"--device {name}: this machine has none; use --device auto or cpu")
+    return torch.device(name)
+
+
+device = pick_device()
+
+
+# ---- Checkpoints ----
+
+
+def write_atomically(path, write):
+    """Calls write(temporary path), then renames the result to path, which is whole or untouched.
+
+    Raises: OSError where the folder cannot be written or the disk is full; nothing is left behind.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        os.replace(temporary, path)
+    except RuntimeError as error:  # torch.save reports a full disk as a RuntimeError
+        raise OSError(f"cannot write {path}: {str(error).splitlines()[0]}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path=GPTLITE_CKPT_PATH):
+    """Reads a state dictionary: names to float32 tensors, without the prefixes of wrapped models.
+
+    Raises: FileNotFoundError (with the command that makes the file) and ValueError for a file that is
+    truncated, or holds anything but tensors by name; code in a pickle is never run.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint {path}: 'python main_training.py --output {path}' makes one")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is no plain state dictionary: refused, code in it is not run") from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or no checkpoint: copy or train it again") from error
+    if not isinstance(state, dict) or not state:
+        raise ValueError(f"{path} holds no state dictionary")
+    tensors = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path} holds more than tensors ({name}): save model.state_dict() alone")
+        while name.startswith(PREFIXES):
+            name = name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1])
+        tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return tensors
+
+
+def load_weights(model, state, source="the checkpoint"):
+    """model.load_state_dict(state), strict. Raises ValueError that names the first thing that differs."""
+    expected = model.state_dict()
+    missing = [name for name in expected if name not in state]
+    unknown = [name for name in state if name not in expected]
+    if missing or unknown:
+        problem = f"lacks {missing[0]}" if missing else f"has {unknown[0]} besides"
+        raise ValueError(f"{source} does not fit {type(model).__name__}: it {problem}")
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            found, wanted = list(tensor.shape), list(expected[name].shape)
+            raise ValueError(
+                f"{source} does not fit {type(model).__name__}: {name} is {found}, must be {wanted}"
+            )
+    model.load_state_dict(state)
+    return model
+
+
+def make_model(model_class, vocab_size, distilled=False, **kwargs):
+    """A model of GPTlite's size (or the distilled one's) with random weights, in evaluation mode.
+
+    kwargs go to the constructor; those it shares with GPTlite replace the standard values.
+    """
+    p = get_gptlite_distilled_model_parameters() if distilled else get_gptlite_model_parameters()
+    names = ("d_model", "n_heads", "d_head", "n_layers", "dropout_p", "seqlen")
+    parameters = {name: getattr(p, name) for name in names} | kwargs
+    return model_class(vocab_size, **parameters).eval()
+
+
+def load_model(model_class, vocab_size, ckpt_path=GPTLITE_CKPT_PATH, distilled=False, **kwargs):
+    """A trained model on `device`, in evaluation mode.
+
+    Args: model_class: GPTlite or a variant with the same weights; distilled: the small size, by default
+        from its own checkpoint; kwargs: further arguments of the constructor.
+    Raises: FileNotFoundError, ValueError as load_checkpoint and load_weights do.
+    """
+    if distilled and ckpt_path == GPTLITE_CKPT_PATH:
+        ckpt_path = GPTLITE_DISTILLED_CKPT_PATH
+    model = make_model(model_class, vocab_size, distilled, **kwargs)
+    return load_weights(model, load_checkpoint(ckpt_path), str(ckpt_path)).to(device)
+
+
+def model_size_mb(model):
+    """Bytes of the parameters and buffers, each storage once, in MB of 10^6 bytes."""
+    return weight_bytes(model) / 1e6
+
+
+def weight_bytes(*models):
+    """Bytes of the parameters and buffers of all the models, a shared storage counted once."""
+    storages = {}
+    for model in models:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def n_parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+# ---- Time ----
+
+
+def synchronize(device):
+    """Waits until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Timer:
+    """with Timer() as timer: ...; then timer.ms and timer.seconds. Waits for the device at both ends."""
+
+    def __init__(self, device=device):
+        self.device = device
+
+    def __enter__(self):
+        synchronize(self.device)
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_):
+        synchronize(self.device)
+        self.seconds = time.perf_counter() - self.start
+        self.ms = 1000 * self.seconds
+
+
+class StepClock:
+    """Takes the time of every forward call of a model from outside, and counts the tokens it read.
+
+    with StepClock(model) as clock: generate(...); then clock.steps_ms[i] is the time from the start of
+    forward i to the start of the next (the end of the run for the last), so choosing the token is part
+    of it; steps_ms[0] starts at the call. CUDA events on CUDA, so that the run is not slowed by waiting.
+    """
+
+    def __init__(self, *models):
+        self.models = models
+        self.device = next(models[0].parameters()).device
+
+    def _mark(self):
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    def _before_forward(self, _module, args, kwargs):
+        self._marks.append(self._mark())
+        tokens = args[0] if args else kwargs["input_ids"]  # the name that transformers uses
+        self.forward_tokens += tokens.numel()
+
+    def __enter__(self):
+        self._marks, self.forward_tokens = [], 0
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True) for model in self.models
+        ]
+        synchronize(self.device)
+        self._start = self._mark()
+        return self
+
+    def __exit__(self, *_):
+        end = self._mark()
+        synchronize(self.device)
+        for hook in self._hooks:
+            hook.remove()
+        marks = [self._start, *self._marks[1:], end]
+        if self.device.type == "cuda":
+            self.steps_ms = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+        else:
+            self.steps_ms = [1000 * (b - a) for a, b in zip(marks, marks[1:], strict=False)]
+        self.total_ms = sum(self.steps_ms)
+        self.n_steps = len(self._marks)
+
+
+def percentile(values, percent):
+    """Nearest rank, so it is always one of the values. Raises ValueError for no values."""
+    if not values:
+        raise ValueError("a percentile of nothing")
+    ordered = sorted(values)
+    return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1]
+
+
+# run(): what is timed; models: those whose forward calls are the steps
+Method = namedtuple("Method", "name run models")
+# what measure() returns for a method
+Measurement = namedtuple(
+    "Measurement",
+    "output ttft_ms tpot_ms tpot_p99_ms tokens_per_s tokens_per_s_spread forward_tokens n_steps steps_ms",
+)
+
+
+def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
+    """Times methods in alternation, after one warm-up each.
+
+    Args: methods: list of Method; n_generated: tokens a user receives from one run, all sequences;
+        repeats: timed runs of each; n_prefill_steps: forwards up to and with the first token.
+    Returns: {name: Measurement}: medians over the repeats, the output of the last run, spread as
+        (lowest, highest) tokens/s, and steps_ms, the median over the repeats for each step.
+    """
+    clocks = {method.name: [] for method in methods}
+    outputs = {}
+    for repeat in range(repeats + 1):
+        for method in methods:
+            with StepClock(*method.models) as clock:
+                outputs[method.name] = method.run()
+            if repeat > 0:
+                clocks[method.name].append(clock)
+    results = {}
+    for name, runs in clocks.items():
+        first = [sum(run.steps_ms[:n_prefill_steps]) for run in runs]
+        later = [ms for run in runs for ms in run.steps_ms[n_prefill_steps:]]
+        speeds = [1000 * n_generated / run.total_ms for run in runs]
+        results[name] = Measurement(
+            output=outputs[name],
+            ttft_ms=statistics.median(first),
+            tpot_ms=statistics.median(later) if later else None,
+            tpot_p99_ms=percentile(later, 99) if later else None,
+            tokens_per_s=statistics.median(speeds),
+            tokens_per_s_spread=(min(speeds), max(speeds)),
+            forward_tokens=runs[-1].forward_tokens,
+            n_steps=runs[-1].n_steps,
+            steps_ms=[statistics.median(step) for step in zip(*(run.steps_ms for run in runs), strict=True)],
+        )
+    return results
+
+
+def median_ms(function, repeats=5, device=device):
+    """Median time of function() in ms after one warm-up call."""
+    function()
+    times = []
+    for _ in range(repeats):
+        with Timer(device) as timer:
+            function()
+        times.append(timer.ms)
+    return statistics.median(times)
+
+
+# ---- Memory ----
+
+
+def peak_memory_mb(run, *models, inputs=()):
+    """Largest number of bytes held by tensors while run() runs, in MB of 10^6 bytes.
+
+    Counted from a reset: what run() allocates on top of what was there, plus the weights of `models`
+    and the tensors in `inputs`; so what ran before, or other models that are loaded, do not count. On
+    CUDA the allocator's own peak; on the CPU the allocator's events, summed up in order.
+    """
+    device = next(models[0].parameters()).device if models else torch.device("cpu")
+    held = weight_bytes(*models) + sum(t.numel() * t.element_size() for t in inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return (held + torch.cuda.max_memory_allocated(device) - before) / 1e6
+    if device.type == "mps":
+        return None  # no peak counter there, and a wrong figure is worse than none
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        run()
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    now = peak = 0
+    for _, n_bytes in sorted(changes, key=lambda change: change[0]):  # stable: order kept within a ns
+        now += n_bytes
+        peak = max(peak, now)
+    return (held + peak) / 1e6
+
+
+def cache_bytes_per_token(tensors, n_tokens, n_sequences):
+    """Bytes of cache that one token of one sequence takes, over all layers, from the real tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors) / (n_tokens * n_sequences)
+
+
+# ---- Quality ----
+
+
+def sample_prompts(data, n_prompts, prompt_len):
+    """Prompts cut from the data at even distances, the same at every call: [n_prompts, prompt_len]."""
+    check_length(data, prompt_len)
+    starts = torch.linspace(0, len(data) - prompt_len - 1, n_prompts).long()  # [n_prompts]
+    return torch.stack([data[start : start + prompt_len] for start in starts.tolist()])
+
+
+@torch.no_grad()
+def validation_loss(model, data, n_windows=128, seqlen=None, batch_size=16):
+    """Mean cross entropy in nats per token over fixed windows, spread evenly over the data.
+
+    Args: model: maps token ids [B, T] to logits [B, T, V], or to a tuple that begins with them;
+        data: token ids [N]; n_windows: windows of seqlen tokens (default the model's context).
+    Returns: a float; every model sees the same windows, each token weighs the same. Evaluation mode
+        during the call, the model's own mode afterwards.
+    """
+    seqlen = seqlen or model.seqlen
+    check_length(data, seqlen)
+    windows = sample_prompts(data, n_windows, seqlen + 1)  # [n_windows, T+1]
+    model_device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for batch in windows.split(batch_size):
+        batch = batch.to(model_device)
+        logits = model(batch[:, :-1])  # [B, T, V]
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        total += F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
+    model.train(was_training)
+    return total / (n_windows * seqlen)
+
+
+TOLERANCE = {  # largest difference of logits that rounding explains, by type
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 5e-2,
+    torch.bfloat16: 4e-1,
+}
+
+
+def largest_difference(a, b):
+    """max |a - b|, infinite where either holds a NaN that the other does not, or shapes differ."""
+    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+        return math.inf
+    if a.numel() == 0:
+        return 0.0
+    return (a.double() - b.double()).nan_to_num(0.0).abs().max().item()
+
+
+def first_difference(tokens, reference, logits, margin=1e-3):
+    """Where tokens [B, T] leave reference [B, T] although the choice was clear.
+
+    Args: logits [B, T, V]: those that chose each reference token; margin: two best logits that are
+        closer are a tie, which rounding may decide either way, and what follows it is not compared.
+    Returns: the first such position, or None.
+    """
+    if tokens.shape != reference.shape:
+        return 0
+    best = logits.float().topk(2, dim=-1).values  # [B, T, 2]
+    tied = (best[..., 0] - best[..., 1]) <= margin  # [B, T]
+    first = None
+    for row in range(tokens.shape[0]):
+        differs = (tokens[row] != reference[row]).nonzero()
+        if len(differs) and not tied[row, differs[0]]:
+            position = differs[0].item()
+            first = position if first is None else min(first, position)
+    return first
+
+
+@torch.no_grad()
+def cached_logits(model, tokens, prompt_len):
+    """Logits [B, T, V] of tokens [B, T] as decoding computes them: the prompt at once, the rest one by one.
+
+    Returns them and the last cache. model: (token ids, cache) -> (logits, cache).
+    """
+    rows, cache = [], None
+    for piece in [tokens[:, :prompt_len], *tokens[:, prompt_len:].split(1, dim=1)]:
+        logits, cache = model(piece, cache)  # [B, S, V]
+        rows.append(logits)
+    return torch.cat(rows, dim=1), cache
+
+
+# ---- Training ----
+
+
+def learning_rate(progress, peak_lr, warmup=0.02, floor=0.0):
+    """Linear warm-up to peak_lr, then a cosine to floor * peak_lr. progress: share done, 0 to 1."""
+    if progress < warmup:
+        return peak_lr * progress / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+    return peak_lr * (floor + (1 - floor) * cosine)
+
+
+def make_optimizer(model, lr, weight_decay=0.1):
+    """AdamW with weight decay on matrices only: biases, norms and embeddings may grow as they like."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embedding" in name]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
+
+
+def optimizer_step(model, optimizer, loss, lr):
+    """Backward, gradients clipped at norm 1, update with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def autocast(device):
+    """Context: bfloat16 matrix products where the processor or the GPU has them, else nothing."""
+    fast = (
+        torch.cuda.is_bf16_supported()
+        if device.type == "cuda"
+        else device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+
+
+def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="training"):
+    """Trains the model on next-token prediction for a few steps, as up-training does after a change.
+
+    Args: data: token ids [N]; lr: peak learning rate, warm-up over 20 steps, cosine to a tenth;
+        batch_size, seqlen: windows per step and their length. The batches follow from the seed alone.
+    Returns: the loss of every step in nats per token. The model is back in evaluation mode.
+    """
+    model_device = next(model.parameters()).device
+    optimizer = make_optimizer(model, lr)
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    losses = []
+    for step in (bar := tqdm(range(n_steps), desc=label, leave=False, disable=None)):
+        x, y = (t.to(model_device) for t in get_batch(data, batch_size, seqlen, generator))  # [B, T]
+        with autocast(model_device):
+            logits = model(x)  # [B, T, V]
+            logits = logits[0] if isinstance(logits, tuple) else logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        progress = (step + 1) / n_steps
+        optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / n_steps, 0.5), 0.1))
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    model.eval()
+    return losses
