@@ -45,10 +45,10 @@ def count(text):
     return value
 
 
-def options(doc, repeats=5):
+def options(doc, repeats=5, checkpoint=GPTLITE_CKPT_PATH, checkpoint_help="trained weights"):
     """An argument parser with the options that every script has.
 
-    Args: doc: the script's docstring, which becomes its help page; repeats: default timed runs.
+    Args: doc: the script's docstring, which becomes its help page; the others are defaults.
     """
     formatter = type(
         "Formatter",
@@ -60,7 +60,7 @@ def options(doc, repeats=5):
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where to run")
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the weights")
     add("--seed", type=count, default=42, help="seed of everything that is drawn")
-    add("--checkpoint", metavar="FILE", type=Path, default=GPTLITE_CKPT_PATH, help="trained weights")
+    add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
     add("--data", metavar="FILE", type=Path, help="own text instead of the plays, same characters")
     add("--json", metavar="FILE", help="write the report as JSON; - for the last line of the output")
     add("--plot", metavar="FILE.png", type=Path, help="write the figure")
@@ -352,17 +352,10 @@ class Report:
             ]
             blocks.append("\n".join(["checks:", *lines]))
         if self.data["why"]:
-            blocks.append(
-                "\n".join(
-                    [
-                        "why:",
-                        *(
-                            fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ")
-                            for line in self.data["why"]
-                        ),
-                    ]
-                )
-            )
+            lines = [
+                fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in self.data["why"]
+            ]
+            blocks.append("\n".join(["why:", *lines]))
         return "\n\n".join(blocks)
 
     def finish(self):

@@ -70,6 +70,16 @@ def write_atomically(path, write):
             temporary.unlink(missing_ok=True)
 
 
+def load_file(path):
+    """torch.load of tensors and plain values only. Raises ValueError for anything else, or a damaged file."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} is no plain state dictionary: refused, code in it is not run") from error
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or no checkpoint: copy or train it again") from error
+
+
 def load_checkpoint(path=GPTLITE_CKPT_PATH):
     """Reads a state dictionary: names to float32 tensors, without the prefixes of wrapped models.
 
@@ -78,13 +88,9 @@ def load_checkpoint(path=GPTLITE_CKPT_PATH):
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint {path}: 'python main_training.py --output {path}' makes one")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} is no plain state dictionary: refused, code in it is not run") from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is truncated or no checkpoint: copy or train it again") from error
+        command = f"python main_training.py --checkpoint {path}"
+        raise FileNotFoundError(f"no checkpoint {path}: '{command}' makes one")
+    state = load_file(path)
     if not isinstance(state, dict) or not state:
         raise ValueError(f"{path} holds no state dictionary")
     tensors = {}
@@ -454,14 +460,23 @@ def optimizer_step(model, optimizer, loss, lr):
     optimizer.step()
 
 
+def has_bfloat16(device):
+    """Whether this processor or GPU multiplies matrices in bfloat16 faster than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and _mkldnn_has_bfloat16()
+
+
+def _mkldnn_has_bfloat16():
+    try:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):  # a build of torch without this question
+        return False
+
+
 def autocast(device):
-    """Context: bfloat16 matrix products where the processor or the GPU has them, else nothing."""
-    fast = (
-        torch.cuda.is_bf16_supported()
-        if device.type == "cuda"
-        else device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast)
+    """Context in which matrix products run in bfloat16 where has_bfloat16(device), else nothing changes."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device))
 
 
 def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="training"):

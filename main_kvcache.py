@@ -272,11 +272,12 @@ if __name__ == "__main__":
         )
         knee = limits.flops_per_s * args.dtype.itemsize / 2 / limits.bytes_per_s
         if args.batch_size > 1 and single["static"].tpot_ms:
+            ratio = batch["static"].tpot_ms / single["static"].tpot_ms
             report.why(
                 f"A step of {args.batch_size} sequences reads the same weights for {args.batch_size} times "
-                f"the work: {batch['static'].tpot_ms / single['static'].tpot_ms:.1f} times the time of one. From "
-                f"about {knee:.0f} sequences on computing takes longer than reading, and the step grows with "
-                "the batch; on a GPU that knee lies in the hundreds, so 8 cost hardly more than 1 there."
+                f"the work: {ratio:.1f} times the time of one. From about {knee:.0f} sequences on computing "
+                "takes longer than reading, and the step grows with the batch; on a GPU that knee lies in "
+                "the hundreds, so 8 sequences cost hardly more than 1 there."
             )
         report.why(
             f"The text equals the baseline's up to the context ({W} tokens) and differs from "

@@ -20,8 +20,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from gptlite import MultiHeadAttention
-from inference_utils import learning_rate, make_optimizer
+from data.shakespeare import get_batch
+from gptlite import GPTlite, MultiHeadAttention, scaled_dot_product_attention
+from inference_utils import autocast, optimizer_step
+
+DROPOUT = 0.0  # 0 to 1; its random numbers cost 13% of a step on a CPU, so the next line takes its place
+DROP = 0.3  # probability of leaving out the last block in a step; earlier blocks in proportion
 
 
 def tiled_causal_attention(Q, K, V, tile=128):
@@ -74,95 +78,197 @@ def forward_with_stochastic_depth(model, x, drop, generator):
     return model.fc_out(model.ln(x))  # [B, T, V]
 
 
-def training_step(model, optimizer, x, y, lr, drop=0.0, generator=None, autocast_dtype=None):
-    """One step: forward, backward, gradient clipping at norm 1, update.
+def training_step(model, optimizer, x, y, lr, drop, generator):
+    """One step of training: forward with stochastic depth, backward, clipping, update.
 
-    Args: x, y: inputs and targets [B, T]; lr: learning rate of this step; drop, generator: stochastic
-        depth; autocast_dtype: type of the matrix products, None for the model's own.
+    Args: x, y: inputs and targets [B, T]; lr: learning rate of this step; drop, generator: as in
+        forward_with_stochastic_depth.
     Returns: the loss of the batch in nats per token, a tensor.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    with torch.autocast(x.device.type, autocast_dtype, enabled=autocast_dtype is not None):
+    with autocast(x.device):
         logits = forward_with_stochastic_depth(model, x, drop, generator)  # [B, T, V]
     loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    optimizer_step(model, optimizer, loss, lr)
     return loss.detach()
 
 
+def batch_of_step(data, batch_size, seqlen, seed, step):
+    """Inputs and targets [B, T] of a step, and the generator for what else the step draws.
+
+    They follow from seed and step alone, so a resumed run sees what an uninterrupted one sees.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return *get_batch(data, batch_size, seqlen, generator), generator
+
+
+def model_for_training(vocab_size, p):
+    """GPTlite with random weights and the attention for training; p: its parameters."""
+    model = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, DROPOUT, p.seqlen)
+    for block in model.blocks:
+        block.mha.__class__ = MultiHeadAttention_Training  # the same weights, another forward
+    return model
+
+
 if __name__ == "__main__":
-    import argparse
+    import hashlib
+    import json
+    import shlex
     import sys
+    import tempfile
     import time
     from pathlib import Path
 
     from tqdm import tqdm
 
-    from data.shakespeare import get_batch, get_shakespeare_data
-    from gptlite import (
-        GPTlite,
-        get_gptlite_distilled_model_parameters,
-        get_gptlite_model_parameters,
-    )
-    from inference_utils import ROOT, validation_loss, write_atomically
+    import inference_report as rep
+    import inference_utils as utils
+    from data.shakespeare import TEXT_SHA256, VALIDATION_PLAYS, VOCABULARY, get_shakespeare_data
+    from gptlite import get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", choices=["full", "distilled"], default="full")
-    parser.add_argument("--steps", type=int, default=7400)
-    parser.add_argument("--drop", type=float, default=0.3)
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--output", type=Path, default=ROOT / "checkpoints" / "gptlite_trained.pth")
-    args = parser.parse_args()
+    default = utils.ROOT / "checkpoints" / "gptlite_trained.pth"
+    parser = rep.options(__doc__, repeats=1, checkpoint=default, checkpoint_help="weights to write")
+    parser.add_argument("--size", choices=["full", "distilled"], default="full", help="which model")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=rep.positive_int, default=7400, help="length of the run in steps")
+    length.add_argument("--minutes", type=rep.positive_int, help="length of the run in time instead")
+    parser.add_argument("--resume", action="store_true", help="go on from the last saved state")
+    with rep.script(parser) as args:
+        sizes = {"full": get_gptlite_model_parameters, "distilled": get_gptlite_distilled_model_parameters}
+        p = sizes["distilled" if args.quick else args.size]()
+        if args.quick:  # ten steps that leave nothing behind
+            folder = tempfile.TemporaryDirectory()
+            p = p._replace(batch_size=4, seqlen=64)
+            args.steps, args.minutes, args.checkpoint = 10, None, Path(folder.name) / "quick.pth"
+        rep.check_writable(args.checkpoint, (".pth",))
+        state_path = args.checkpoint.with_suffix(".state")
+        vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
+        torch.manual_seed(args.seed)
+        model = model_for_training(vocab_size, p).to(args.device)
+        optimizer = utils.make_optimizer(model, p.lr)
+        settings = {"steps": None if args.minutes else args.steps, "minutes": args.minutes}
+        settings |= {"seed": args.seed, "drop": DROP, "n_train": len(train_data), **p._asdict()}
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        command = shlex.join(["python", "main_training.py", *words])
+        step, seconds, curve = 0, 0.0, []  # curve: [step, training loss, validation loss]
+        if args.resume:
+            if not state_path.is_file():
+                raise FileNotFoundError(f"nothing to resume: there is no {state_path}")
+            state = utils.load_file(state_path)
+            for key, wanted in settings.items():
+                if (found := state["settings"].get(key)) != wanted:
+                    raise ValueError(f"{state_path} is of a run with {key} {found}, not {wanted}")
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step, seconds, curve = state["step"], state["seconds"], state["curve"]
 
-    sizes = {"full": get_gptlite_model_parameters, "distilled": get_gptlite_distilled_model_parameters}
-    p = sizes[args.size]()
-    vocab_size, train_data, valid_data, _, _ = get_shakespeare_data()
-    torch.manual_seed(args.seed)
-    model = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, 0.0, p.seqlen)
-    for block in model.blocks:
-        block.mha.__class__ = MultiHeadAttention_Training
-    optimizer = make_optimizer(model, p.lr)
-    generator = torch.Generator()
-    step, seconds, curve = 0, 0.0, []
-    state_path = args.output.with_suffix(".state")
-    if args.resume:
-        state = torch.load(state_path, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, seconds, curve = state["step"], state["seconds"], state["curve"]
+        def save_state():
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings}
+            state |= {"step": step, "seconds": seconds, "curve": curve}
+            utils.write_atomically(state_path, lambda path: torch.save(state, path))
 
-    def save_state():
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "seconds": seconds,
-            "curve": curve,
-            "steps": args.steps,
-        }
-        write_atomically(state_path, lambda path: torch.save(state, path))
+        def progress():
+            return seconds / 60 / args.minutes if args.minutes else step / args.steps
 
-    bar = tqdm(total=args.steps, initial=step, mininterval=20, file=sys.stdout, ncols=110)
-    last_save, train_loss = time.time(), []
-    while step < args.steps:
-        start = time.time()
-        generator.manual_seed(args.seed * 1_000_003 + step)
-        x, y = get_batch(train_data, p.batch_size, p.seqlen, generator)
-        lr = learning_rate((step + 1) / args.steps, p.lr)
-        loss = training_step(model, optimizer, x, y, lr, args.drop, generator, torch.bfloat16)
-        train_loss.append(loss.item())
-        step += 1
-        seconds += time.time() - start
-        bar.update()
-        if step % 200 == 0 or step == args.steps:
-            valid = validation_loss(model, valid_data, 64 if step < args.steps else 256, p.seqlen)
-            curve.append([step, round(sum(train_loss) / len(train_loss), 4), round(valid, 4)])
-            train_loss = []
-            bar.set_postfix_str(f"loss {curve[-1][1]:.3f} valid {valid:.3f}")
-        if time.time() - last_save > 180 or step == args.steps:
+        bar = tqdm(total=100, disable=None, bar_format="{percentage:.1f}%|{bar}| {remaining} left{postfix}")
+        last_save, losses = time.monotonic(), []
+        interval = 5 if args.quick else 200  # steps between two evaluations
+        try:
+            while progress() < 1:
+                with utils.Timer(args.device) as timer:
+                    x, y, generator = batch_of_step(train_data, p.batch_size, p.seqlen, args.seed, step)
+                    x, y = x.to(args.device), y.to(args.device)
+                    lr = utils.learning_rate(progress() if args.minutes else (step + 1) / args.steps, p.lr)
+                    loss = training_step(model, optimizer, x, y, lr, DROP, generator).item()
+                losses.append(loss)
+                step, seconds = step + 1, seconds + timer.seconds
+                if step % interval == 0 or progress() >= 1:
+                    valid = utils.validation_loss(model, valid_data, 4 if args.quick else 64, p.seqlen)
+                    curve.append([step, round(sum(losses) / len(losses), 4), round(valid, 4)])
+                    losses = []
+                    if bar.disable:
+                        print(f"step {step}: loss {curve[-1][1]}, validation {valid:.4f}, {seconds:.0f} s")
+                bar.n = min(100 * progress(), 100)
+                known = f", validation {curve[-1][2]:.3f}" if curve else ""
+                speed = step * p.batch_size * p.seqlen / seconds
+                bar.set_postfix_str(f"step {step}, loss {loss:.3f}{known}, {speed:.0f} tokens/s")
+                if time.monotonic() - last_save > 180:
+                    try:
+                        save_state()
+                    except OSError as error:  # the last good state stays; training need not stop for it
+                        bar.write(f"state not saved: {error}", file=sys.stderr)
+                    last_save = time.monotonic()
+        except KeyboardInterrupt:
+            bar.close()
             save_state()
-            last_save = time.time()
+            print(f"\nstopped at step {step}; '{command} --resume' goes on")
+            sys.exit(130)
+        bar.close()
+        save_state()
+
+        weights = {name: tensor.cpu().half() for name, tensor in model.state_dict().items()}
+        utils.write_atomically(args.checkpoint, lambda path: torch.save(weights, path))
+        trained = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, DROPOUT, p.seqlen)
+        utils.load_weights(trained, utils.load_checkpoint(args.checkpoint)).to(args.device).eval()
+        valid = utils.validation_loss(trained, valid_data, 4 if args.quick else 128, p.seqlen)
+        facts = {
+            "parameters": p._asdict() | {"vocab_size": vocab_size, "n_parameters": utils.n_parameters(model)},
+            "vocabulary": VOCABULARY,
+            "text_sha256": None if args.data else TEXT_SHA256,
+            "validation": args.data.name if args.data else list(VALIDATION_PLAYS),
+            "validation_loss": round(valid, 4),
+            "tokens_seen": step * p.batch_size * p.seqlen,
+            "settings": settings,
+            "training_minutes": round(seconds / 60, 1),
+            "device": rep.device_name(args.device),
+            "command": command,
+            "weights_sha256": hashlib.sha256(args.checkpoint.read_bytes()).hexdigest(),
+            "loss_curve": {"columns": ["step", "training", "validation"], "points": curve},
+        }
+        json_path = args.checkpoint.with_suffix(".json")
+        utils.write_atomically(json_path, lambda path: path.write_text(json.dumps(facts, indent=1) + "\n"))
+
+        columns = {"training_loss": ("training loss", "{:.4f}"), "tokens_seen": ("tokens seen", "{:,}")}
+        columns |= {"training_tokens_per_s": ("training tokens/s", "{:.0f}")}
+        report = rep.Report(args, "training", trained, columns, batch_size=p.batch_size, seqlen=p.seqlen)
+        speed = facts["tokens_seen"] / seconds
+        report.row(
+            f"GPTlite, {step} steps",
+            baseline=True,
+            valid_loss=valid,
+            n_parameters=utils.n_parameters(trained),
+            training_loss=curve[-1][1],
+            tokens_seen=facts["tokens_seen"],
+            training_tokens_per_s=speed,
+        )
+        Q, K, V = torch.randn(3, 2, p.n_heads, p.seqlen, p.d_head).unbind(0)
+        textbook = scaled_dot_product_attention(Q, K, V)
+        difference = utils.largest_difference(tiled_causal_attention(Q, K, V), textbook)
+        report.check(f"tiled attention is the textbook's within 1e-5 ({difference:.0e})", difference < 1e-5)
+        report.check("the model predicts better than chance", valid < math.log(vocab_size))
+        cost = rep.forward_cost(p, vocab_size, p.batch_size, p.seqlen, 0, torch.float32)
+        dtype = torch.bfloat16 if utils.has_bfloat16(args.device) else torch.float32
+        limit = rep.measure_ceilings(args.device, dtype).flops_per_s
+        kept = 1 - DROP / 2  # share of the blocks that run
+        per_token = cost.flops / (p.batch_size * p.seqlen)
+        rate = 3 * kept * per_token * speed
+        report.why(
+            f"A token costs {per_token / 1e6:.0f} MFLOP forward and twice that backward; stochastic depth "
+            f"runs {kept:.0%} of the blocks. {speed:.0f} tokens/s are {rate / 1e9:.0f} GFLOP/s, "
+            f"{100 * rate / limit:.0f}% of the {limit / 1e9:.0f} that {str(dtype).removeprefix('torch.')} "
+            "matrix products reach here; attention and element-wise operations take the rest."
+        )
+        report.why(
+            f"{facts['tokens_seen'] / len(train_data):.1f} passes over {len(train_data):,} training "
+            "characters. The training loss is measured with blocks left out: above the whole model's."
+        )
+        report.why(f"Written: {args.checkpoint.name} and {json_path.name}, validation loss {valid:.4f}.")
+        if args.plot:
+            figure, axes = rep.new_figure()
+            tokens = [point[0] * p.batch_size * p.seqlen / 1e6 for point in curve]
+            axes.plot(tokens, [point[1] for point in curve], label="training (blocks left out)")
+            axes.plot(tokens, [point[2] for point in curve], label="validation plays")
+            axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per character)")
+            axes.set_title(f"GPTlite on Shakespeare's plays: {valid:.3f} nats")
+            axes.legend()
+            rep.save_figure(figure, args.plot)
+        report.finish()

@@ -1,0 +1,128 @@
+"""What the tests share: tiny random models, one comparison, and running a script as a user does.
+
+In a test: `from helpers import assert_close, run_script, tiny_model`; the fixtures `checkpoint` and
+`distilled_checkpoint` (conftest.py) give files of weights that exist, trained or not.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = {  # absolute, and relative to the expected value
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def randomize(model, seed=0, std=0.3):
+    """Gives every parameter, biases and norms included, clearly random values, the same for a seed.
+
+    Models whose parameters have the same shapes in the same order get the same weights. Weights this
+    large make attention pick and the layers matter, so that a wrong mask or position is seen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            centre = 1.0 if p.ndim == 1 and name.endswith("weight") else 0.0  # the scale of a layer norm
+            p.copy_(centre + std * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def tiny_model(
+    model_class,
+    n_layers=2,
+    d_model=32,
+    n_heads=2,
+    d_head=16,
+    vocab_size=16,
+    seqlen=16,
+    seed=0,
+    dtype=torch.float64,
+    **kwargs,
+):
+    """A small model with clearly random weights on the CPU, in evaluation mode.
+
+    kwargs go to the constructor; dropout_p is 0 unless given. Classes with GPTlite's weights get equal
+    weights from equal seeds. The global random state is left as it was.
+    """
+    sizes = {"d_model": d_model, "n_heads": n_heads, "d_head": d_head, "n_layers": n_layers}
+    with torch.random.fork_rng(devices=[]):
+        model = model_class(vocab_size, **sizes, **({"dropout_p": 0.0, "seqlen": seqlen} | kwargs))
+    return randomize(model.to(dtype), seed).eval()
+
+
+def random_tokens(batch_size, n_tokens, seed=0, vocab_size=16):
+    """Token ids [batch_size, n_tokens], the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (batch_size, n_tokens), generator=generator)
+
+
+def assert_close(actual, expected, dtype_tolerance=None):
+    """Fails unless shapes agree, neither side holds a NaN, and |actual - expected| is within rounding.
+
+    Args: tensors, numbers, arrays, or lists and tuples of them, compared one by one; dtype_tolerance: a
+        number instead of that of the less exact of the two types. It bounds the absolute and, times
+        |expected|, the relative difference; integers and booleans must be equal.
+    """
+    if isinstance(actual, (list, tuple)) and any(
+        isinstance(part, torch.Tensor | list | tuple) for part in actual
+    ):
+        assert len(actual) == len(expected), f"{len(actual)} parts, expected {len(expected)}"
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other, dtype_tolerance)
+        return
+    actual, expected = torch.as_tensor(actual).detach().cpu(), torch.as_tensor(expected).detach().cpu()
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert not actual.isnan().any(), f"{int(actual.isnan().sum())} NaN of {actual.numel()}"
+    assert not expected.isnan().any(), f"{int(expected.isnan().sum())} NaN expected: the reference is wrong"
+    tolerance = dtype_tolerance
+    if tolerance is None:
+        tolerance = max(TOLERANCE.get(t.dtype, 0.0) for t in (actual, expected))
+    a, e = actual.double(), expected.double()
+    difference = torch.where(a == e, 0.0, (a - e).abs())  # equal infinities differ by nothing
+    allowed = tolerance * (1 + e.abs().nan_to_num(posinf=0.0))
+    largest = difference.max().item() if difference.numel() else 0.0
+    print(f"largest difference {largest:.3e}, allowed {tolerance:.0e} (+ as much relative)")
+    wrong = difference > allowed
+    if wrong.any():
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{int(wrong.sum())} of {wrong.numel()} differ, by up to {largest:.3e} (allowed {tolerance:.0e} "
+            f"absolute and relative); first at {list(where)}: {a[where].item()!r}, expected {e[where].item()!r}"
+        )
+
+
+def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=300):
+    """Runs ROOT/script with this Python: run_script("main_x.py", "--quick", "--json", "-").
+
+    Args: checkpoint: a file for --checkpoint, None for the script's own default; env: variables set on
+        top of this process's; cwd: default the repository.
+    Returns: an object with .status, .stdout, .stderr, and .json, the last line of standard output parsed
+        when `--json -` was asked for (None where there was no report).
+    """
+    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    if checkpoint is not None:
+        command += ["--checkpoint", str(checkpoint)]
+    run = subprocess.run(
+        command,
+        cwd=cwd or ROOT,
+        env=os.environ | (env or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+    lines = run.stdout.splitlines()
+    asked = any(pair == ("--json", "-") for pair in zip(command, command[1:], strict=False))
+    report = json.loads(lines[-1]) if asked and lines and lines[-1].startswith("{") else None
+    return SimpleNamespace(status=run.returncode, json=report, stdout=run.stdout, stderr=run.stderr)

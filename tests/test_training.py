@@ -1,0 +1,151 @@
+"""main_training.py: its attention, its stochastic depth, and runs that stop and go on."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ROOT, assert_close, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import inference_utils
+from gptlite import GPTlite
+from inference_utils import load_checkpoint
+from main_training import (
+    MultiHeadAttention_Training,
+    batch_of_step,
+    forward_with_stochastic_depth,
+    tiled_causal_attention,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(T=st.integers(1, 40), tile=st.integers(1, 48), seed=st.integers(0, 99))
+def test_tiled_attention_is_pytorchs(T, tile, seed):
+    generator = torch.Generator().manual_seed(seed)
+    Q, K, V = torch.randn(3, 2, 3, T, 8, dtype=torch.float64, generator=generator)
+    expected = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+    assert_close(tiled_causal_attention(Q, K, V, tile), expected)
+
+
+def test_training_attention_changes_nothing():
+    model = tiny_model(GPTlite)
+    x = torch.randint(16, (3, 16))
+    expected = model(x)
+    for block in model.blocks:
+        block.mha.__class__ = MultiHeadAttention_Training
+    assert_close(model(x), expected)
+
+
+def test_stochastic_depth():
+    model = tiny_model(GPTlite, n_layers=2)
+    x = torch.randint(16, (2, 8))
+    whole = forward_with_stochastic_depth(model, x, 0.0, torch.Generator())
+    assert_close(whole, model(x))
+    # two layers: the first always runs, the last is dropped with the full probability
+    embedded = model.token_embedding(x) + model.position_embedding(torch.arange(8))
+    first = model.blocks[0](embedded)
+    added = model.blocks[1](first) - first
+    without = model.fc_out(model.ln(first))
+    with_last = model.fc_out(model.ln(first + added / 0.25))  # what stays counts for what is dropped
+    kept = 0
+    for seed in range(40):
+        logits = forward_with_stochastic_depth(model, x, 0.75, torch.Generator().manual_seed(seed))
+        is_kept = torch.allclose(logits, with_last)
+        assert is_kept or torch.allclose(logits, without)
+        kept += is_kept
+    assert 2 <= kept <= 20  # 10 expected
+
+
+def test_batches_follow_from_seed_and_step():
+    data = torch.arange(1000)
+    x, y, generator = batch_of_step(data, 4, 8, seed=1, step=7)
+    again, _, other = batch_of_step(data, 4, 8, seed=1, step=7)
+    assert torch.equal(x, again) and torch.equal(y, x + 1)
+    assert torch.rand((), generator=generator) == torch.rand((), generator=other)
+    assert not torch.equal(x, batch_of_step(data, 4, 8, seed=1, step=8)[0])
+
+
+def run_training(monkeypatch, *args):
+    """Runs the script in this process; returns its exit status."""
+    monkeypatch.setattr(sys, "argv", ["main_training.py", "--size", "distilled", "--device", "cpu", *args])
+    try:
+        runpy.run_path(str(ROOT / "main_training.py"), run_name="__main__")
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, capsys):
+    own_text = tmp_path / "own text.txt"
+    own_text.write_text("To be, or not to be, that is the question:\n" * 80)
+    whole, parts = tmp_path / "whole.pth", tmp_path / "parts.pth"
+    options = ["--steps", "4", "--data", str(own_text), "--checkpoint"]
+    assert run_training(monkeypatch, *options, str(whole)) == 0
+
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return inference_utils_step(*args)
+
+    inference_utils_step = inference_utils.optimizer_step
+    monkeypatch.setattr(inference_utils, "optimizer_step", interrupted)
+    assert run_training(monkeypatch, *options, str(parts)) == 130
+    assert "--resume' goes on" in capsys.readouterr().out
+    assert not parts.exists() and parts.with_suffix(".state").exists()
+
+    assert run_training(monkeypatch, "--resume", "--steps", "5", *options[2:], str(parts)) == 2
+    assert "is of a run with steps 4, not 5" in capsys.readouterr().err
+    assert run_training(monkeypatch, *options, str(parts), "--resume") == 0
+    expected, resumed = load_checkpoint(whole), load_checkpoint(parts)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+
+    facts = json.loads(parts.with_suffix(".json").read_text())
+    assert facts["tokens_seen"] == 4 * 16 * 256
+    assert facts["loss_curve"]["points"][-1][0] == 4
+    assert "--resume" not in facts["command"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "part." in path.name) == []
+
+    state = parts.with_suffix(".state")
+    state.write_bytes(state.read_bytes()[:1000])  # a state cut short is refused, not used
+    assert run_training(monkeypatch, *options, str(parts), "--resume") == 2
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_full_disk_keeps_the_last_state(monkeypatch, tmp_path, capsys):
+    own_text = tmp_path / "own.txt"
+    own_text.write_text("To be, or not to be, that is the question:\n" * 80)
+    path = tmp_path / "model.pth"
+    path.write_bytes(b"the last good file")
+
+    def no_space(_, file):
+        file.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file: no space left")
+
+    monkeypatch.setattr(torch, "save", no_space)
+    assert run_training(monkeypatch, "--steps", "1", "--data", str(own_text), "--checkpoint", str(path)) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert path.read_bytes() == b"the last good file"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pth", "own.txt"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--resume", "--checkpoint", "nowhere.pth"], "nothing to resume"),
+        (["--checkpoint", "no such folder/x.pth"], "there is no folder"),
+        (["--checkpoint", "weights.bin"], "must end in .pth"),
+        (["--steps", "0"], "not a number from 1 up"),
+        (["--steps", "5", "--minutes", "1"], "not allowed with"),
+    ],
+)
+def test_bad_options(monkeypatch, tmp_path, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    assert run_training(monkeypatch, *args) == 2
+    assert message in capsys.readouterr().err
