@@ -54,6 +54,14 @@ def window_mask(Sq, Sk, window, device=None):
     return (keys <= own_key) & (keys > own_key - window)  # [Sq, Sk]
 
 
+def checked_window(model, max_seqlen):
+    """The window, by default the model's context. Raises ValueError for one it has no positions for."""
+    window = model.seqlen if max_seqlen is None else max_seqlen
+    if not 1 <= window <= model.seqlen:
+        raise ValueError(f"max_seqlen is {window}; this model has positions for 1 to {model.seqlen}")
+    return window
+
+
 class MultiHeadAttention_KVCache(MultiHeadAttention):
     """MultiHeadAttention that takes the keys and values of earlier tokens and returns all of them."""
 
@@ -107,9 +115,7 @@ class GPTlite_KVCache(GPTlite):
         Tokens past the window all get its last position. Feeding S tokens at once equals feeding them
         one by one. Raises ValueError for no tokens, or a window that the model has no positions for.
         """
-        window = self.seqlen if max_seqlen is None else max_seqlen
-        if not 1 <= window <= self.seqlen:
-            raise ValueError(f"max_seqlen is {window}; this model has positions for 1 to {self.seqlen}")
+        window = checked_window(self, max_seqlen)
         if x.shape[1] == 0:
             raise ValueError("no tokens: an empty prompt has nothing to continue")
         kv_cache = [None] * len(self.blocks) if kv_cache is None else kv_cache
@@ -137,7 +143,7 @@ class StaticKVCache:
     def __init__(self, model, batch_size, max_seqlen=None):
         weight = model.blocks[0].mha.key_proj.weight
         mha = model.blocks[0].mha
-        self.window = max_seqlen or model.seqlen
+        self.window = checked_window(model, max_seqlen)
         shape = (len(model.blocks), batch_size, mha.n_heads, self.window, mha.d_head)
         self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # [L, B, H, W, D]
         self.v = torch.zeros_like(self.k)
@@ -164,12 +170,12 @@ class StaticKVCache:
         return {"k": self.k[..., rows, :], "v": self.v[..., rows, :], "length": self.length}
 
     def load_state_dict(self, state):
-        n_kept = state["k"].shape[-2]
-        if n_kept > self.window or state["k"].shape[:3] != self.k.shape[:3]:
+        n_kept = min(state["length"], self.window)  # less was kept where a smaller window has rolled
+        if state["k"].shape != (*self.k.shape[:3], n_kept, self.k.shape[4]):
             raise ValueError(f"a cache {list(state['k'].shape)} does not fit buffers {list(self.k.shape)}")
         self.reset()
         self.advance(state["length"])
-        rows = self.rows()[-n_kept:] if n_kept else self.rows()
+        rows = self.rows()
         self.k[..., rows, :], self.v[..., rows, :] = state["k"].to(self.k), state["v"].to(self.v)
 
 

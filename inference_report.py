@@ -20,6 +20,7 @@ import torch
 
 from inference_utils import (
     GPTLITE_CKPT_PATH,
+    TOLERANCE,
     Timer,
     first_difference,
     n_parameters,
@@ -74,8 +75,8 @@ def check_writable(path, suffixes=()):
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{path}: the name must end in {' or '.join(suffixes)}")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; a file is needed")
+    if path.exists() and not path.is_file():  # a device would be replaced by a file
+        raise ValueError(f"{path} is a folder or a device; a file is needed")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
     write_atomically(path.with_name(path.name + ".probe"), lambda p: p.write_bytes(b""))
@@ -116,6 +117,11 @@ def script(parser):
             line = f"out of memory, try smaller sizes or --device cpu ({line[:120]})"
         print(f"{name}: {line}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:  # the CPU's allocator has no exception class of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        print(f"{name}: out of memory, try smaller sizes", file=sys.stderr)
+        sys.exit(2)
 
 
 # ---- Cost model ----
@@ -143,16 +149,15 @@ def forward_cost(p, vocab_size, batch_size, n_new, n_past, dtype, weights=True):
 
 
 def measure_ceilings(device, dtype=torch.float32, working_set=50_000_000, seconds=0.3):
-    """What this machine reaches at best: a large matrix product, and reading working_set bytes.
+    """What this machine reaches at best: a matrix product, and reading working_set bytes.
 
-    Returns: Ceilings(operations per second, bytes per second), the best of several runs.
+    Returns: Ceilings(operations per second, bytes per second), the best of several runs and, for the
+        product, of a large one and one of the model's size (which of them is faster differs by machine).
     """
-    a = torch.randn(1024, 1536, device=device).to(dtype)
-    b = torch.randn(1536, 1536, device=device).to(dtype)
-    # as int32 words: a sum of integers is limited by reading on every processor
+    # as int32 words: the largest of integers is limited by reading on every processor
     buffer = torch.ones(working_set // 4, dtype=torch.int32, device=device)
 
-    def best(function):
+    def best_seconds(function):
         function()
         stop, fastest = time.perf_counter() + seconds, float("inf")
         while time.perf_counter() < stop:
@@ -161,9 +166,11 @@ def measure_ceilings(device, dtype=torch.float32, working_set=50_000_000, second
             fastest = min(fastest, timer.seconds)
         return fastest
 
-    flops = 2 * a.shape[0] * a.shape[1] * b.shape[1] / best(lambda: a @ b)
-    read = buffer.numel() * 4 / best(lambda: buffer.max())
-    return Ceilings(flops, read)
+    flops_per_s = 0
+    for n, k, m in ((1024, 1536, 1536), (256, 384, 1536)):
+        a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((n, k), (k, m)))
+        flops_per_s = max(flops_per_s, 2 * n * k * m / best_seconds(lambda a=a, b=b: a @ b))
+    return Ceilings(flops_per_s, buffer.numel() * 4 / best_seconds(lambda: buffer.max()))
 
 
 def lower_bound_ms(cost, ceilings):
@@ -181,6 +188,7 @@ def share_of(bound_ms, measured_ms):
 # ---- Report ----
 
 WIDTH = 118  # columns of a page of text
+SIGNIFICANT = "{:.4g}"  # numbers of a further table
 
 COLUMNS = {  # key of a row: (heading, format)
     "ttft_ms": ("TTFT ms", "{:.1f}"),
@@ -209,14 +217,20 @@ def device_name(device):
 
 
 def format_table(headings, rows):
-    """Plain text: the first column flush left, the others flush right."""
-    cells = [headings, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    """Plain text: the first column flush left, the others flush right; headings in two lines if need be."""
+
+    def column_widths(head):
+        return [max(len(row[i]) for row in [*head, *rows]) for i in range(len(headings))]
+
+    head = [headings]
+    if sum(column_widths(head)) + 2 * len(headings) - 2 > WIDTH:
+        head = [[heading.rpartition(" ")[part] for heading in headings] for part in (0, 2)]
+    widths = column_widths(head)
     lines = []
-    for row in cells:
+    for row in [*head, *rows]:
         rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
-    lines.insert(1, "-" * max(len(line) for line in lines))
+    lines.insert(len(head), "-" * max(len(line) for line in lines))
     return "\n".join(lines)
 
 
@@ -225,6 +239,8 @@ def cell(value, form="{}"):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and form == SIGNIFICANT:
+        return str(value)
     return value if isinstance(value, str) else form.format(value)
 
 
@@ -290,21 +306,23 @@ class Report:
             figure}} that come from elsewhere.
         """
         prompt_len, n = prompt.shape[1], logits.shape[1]
+        margin = max(1e-3, 2 * TOLERANCE[logits.dtype])  # closer logits are a tie to this type
         reference = results[methods[0].name].output[:, prompt_len : prompt_len + n]  # [B, n]
         for method in methods:
             generated = results[method.name].output[:, prompt_len : prompt_len + n]  # [B, n]
-            first = first_difference(generated, reference, logits)
+            first = first_difference(generated, reference, logits, margin)
             self.row(
                 method.name + suffix,
                 results[method.name],
                 baseline=method is methods[0],
-                peak_memory_mb=peak_memory_mb(method.run, *method.models, inputs=[prompt]),
+                peak_memory_mb=peak_memory_mb(method.run, *method.models, inputs=[prompt, *method.buffers]),
                 n_parameters=n_parameters(method.models[0]),
                 same_output=first is None,
                 first_difference=first,
                 **(figures or {}).get(method.name, {}),
             )
-            self.check(f"{method.name}{suffix}: same tokens as {methods[0].name}", first is None)
+            if method is not methods[0]:
+                self.check(f"{method.name}{suffix}: same tokens as {methods[0].name}", first is None)
 
     def sweep(self, title, rows):
         """A further table: rows are dictionaries with the same keys, which become the headings."""
@@ -344,7 +362,7 @@ class Report:
             body = [[row["method"], *(self.table_cell(row, key) for key in keys)] for row in rows]
             blocks.append(format_table(["method", *(self.columns[key][0] for key in keys)], body))
         for title, sweep in self.data["sweeps"].items():
-            body = [[cell(value, "{:.4g}") for value in row.values()] for row in sweep]
+            body = [[cell(value, SIGNIFICANT) for value in row.values()] for row in sweep]
             blocks.append(f"{title}\n{format_table([str(key) for key in sweep[0]], body)}")
         if self.data["checks"]:
             lines = [

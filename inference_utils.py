@@ -6,6 +6,7 @@ The options, the report and the cost model are in inference_report.py.
 """
 
 import contextlib
+import io
 import math
 import os
 import pickle
@@ -73,7 +74,8 @@ def write_atomically(path, write):
 def load_file(path):
     """torch.load of tensors and plain values only. Raises ValueError for anything else, or a damaged file."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # from memory: torch seeks in front of a short file, whose error looks like one of the disk
+        return torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is no plain state dictionary: refused, code in it is not run") from error
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
@@ -95,7 +97,7 @@ def load_checkpoint(path=GPTLITE_CKPT_PATH):
         raise ValueError(f"{path} holds no state dictionary")
     tensors = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path} holds more than tensors ({name}): save model.state_dict() alone")
         while name.startswith(PREFIXES):
             name = name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1])
@@ -246,11 +248,12 @@ def percentile(values, percent):
     if not values:
         raise ValueError("a percentile of nothing")
     ordered = sorted(values)
-    return ordered[max(math.ceil(percent / 100 * len(ordered)), 1) - 1]
+    return ordered[max(math.ceil(percent * len(ordered) / 100), 1) - 1]
 
 
-# run(): what is timed; models: those whose forward calls are the steps
-Method = namedtuple("Method", "name run models")
+# run(): what is timed; models: those whose forward calls are the steps; buffers: tensors that run() uses
+# and that are there before it, which belong to its peak memory
+Method = namedtuple("Method", "name run models buffers", defaults=[()])
 # what measure() returns for a method
 Measurement = namedtuple(
     "Measurement",
@@ -314,7 +317,8 @@ def peak_memory_mb(run, *models, inputs=()):
     and the tensors in `inputs`; so what ran before, or other models that are loaded, do not count. On
     CUDA the allocator's own peak; on the CPU the allocator's events, summed up in order.
     """
-    device = next(models[0].parameters()).device if models else torch.device("cpu")
+    tensors = [*(p for model in models for p in model.parameters()), *inputs]
+    device = tensors[0].device if tensors else torch.device("cpu")
     held = weight_bytes(*models) + sum(t.numel() * t.element_size() for t in inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -422,7 +426,8 @@ def cached_logits(model, tokens, prompt_len):
     Returns them and the last cache. model: (token ids, cache) -> (logits, cache).
     """
     rows, cache = [], None
-    for piece in [tokens[:, :prompt_len], *tokens[:, prompt_len:].split(1, dim=1)]:
+    for start in (0, *range(prompt_len, tokens.shape[1])):
+        piece = tokens[:, start : max(start + 1, prompt_len)]  # [B, S]
         logits, cache = model(piece, cache)  # [B, S, V]
         rows.append(logits)
     return torch.cat(rows, dim=1), cache

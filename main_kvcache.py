@@ -169,6 +169,8 @@ if __name__ == "__main__":
         text = None if args.prompt is None else torch.tensor([encode(args.prompt)], dtype=torch.int64)
         if text is not None:
             check_prompt(text)
+        n_streams, n_past = (2, 32) if quick else (16, 256)  # the longest texts first: too short fails now
+        streams = utils.sample_prompts(valid_data, n_streams, W + n_past).to(dev)  # [B, N]
         T = min(args.prompt_len if text is None else text.shape[1], W)  # tokens of a prompt
         n_tokens = args.n_tokens or (8 if quick else max(W - T, 1))
         model, cached, static = models = [
@@ -187,6 +189,7 @@ if __name__ == "__main__":
             prompts = utils.sample_prompts(valid_data, B, T) if text is None else text[:, -W:]
             prompts = prompts.expand(B, -1).to(dev)  # [B, T]
             buffers = StaticKVCache(static, B)
+            kept = [buffers.k, buffers.v]  # memory of the static methods that is there before they run
 
             def run_static(step=None):
                 return generate_static(static, prompts, n_new, buffers, step)
@@ -194,16 +197,22 @@ if __name__ == "__main__":
             methods = [
                 utils.Method("no cache", lambda: generate(model, prompts, n_new, W), [model]),
                 utils.Method("dynamic", lambda: generate_kvcache(cached, prompts, n_new, W), [cached]),
-                utils.Method("static", run_static, [static]),
+                utils.Method("static", run_static, [static], kept),
             ]
             if dev.type == "cuda":
                 graph = CudaGraphStep(static, buffers)
-                methods.append(utils.Method("CUDA graph", lambda: run_static(graph), [static, graph]))
+                methods.append(utils.Method("CUDA graph", lambda: run_static(graph), [static, graph], kept))
             if args.compile:
-                with utils.Timer(dev) as timer:
-                    run_static(compiled := CompiledStep(static))
+                compiled = CompiledStep(static)
+                try:
+                    with utils.Timer(dev) as timer:
+                        run_static(compiled)
+                except RuntimeError as error:  # torch has no one name for "no compiler here"
+                    raise ValueError(f"--compile does not work here: {error}"[:160]) from error
                 report.why(f"Compiling the decode step for batch {B} took {timer.seconds:.0f} s.")
-                methods.append(utils.Method("compiled", lambda: run_static(compiled), [static, compiled]))
+                methods.append(
+                    utils.Method("compiled", lambda: run_static(compiled), [static, compiled], kept)
+                )
             if args.peer:
                 from gptlite_opt import opt_from_gptlite
 
@@ -235,8 +244,6 @@ if __name__ == "__main__":
         long_prompt = utils.sample_prompts(valid_data, 1, W - 8).to(dev)  # [1, W-8]
         exact = generate(model, long_prompt, 40, W)  # [1, W+32]
         differs = (exact != generate_kvcache(cached, long_prompt, 40, W)).flatten().nonzero()  # [n, 1]
-        n_streams, n_past = (2, 32) if quick else (16, 256)
-        streams = utils.sample_prompts(valid_data, n_streams, W + n_past).to(dev)  # [B, N]
         rules = {"recompute": W, "last position": 1, 128: W / (W - 127), 64: W / (W - 63)}
         past = [
             {

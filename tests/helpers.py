@@ -94,13 +94,14 @@ def assert_close(actual, expected, dtype_tolerance=None):
     wrong = difference > allowed
     if wrong.any():
         where = tuple(wrong.nonzero()[0].tolist())
+        values = f"{a[where].item()!r}, expected {e[where].item()!r}"
         raise AssertionError(
             f"{int(wrong.sum())} of {wrong.numel()} differ, by up to {largest:.3e} (allowed {tolerance:.0e} "
-            f"absolute and relative); first at {list(where)}: {a[where].item()!r}, expected {e[where].item()!r}"
+            f"absolute and relative); first at {list(where)}: {values}"
         )
 
 
-def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=300):
+def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
     """Runs ROOT/script with this Python: run_script("main_x.py", "--quick", "--json", "-").
 
     Args: checkpoint: a file for --checkpoint, None for the script's own default; env: variables set on
