@@ -1,0 +1,412 @@
+"""FlashAttention from scratch and fused: against PyTorch's attention, in value, gradient and memory."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+import inference_utils as utils
+import main_flash_attention
+from gptlite import GPTlite, MultiHeadAttention
+from gptlite_kvcache import GPTlite_KVCache
+from main_flash_attention import (
+    MultiHeadAttention_SDPA,
+    flash_attention,
+    merge_attention,
+    score_tiles,
+    use_sdpa,
+)
+
+
+def draw(*shapes, seed=0, dtype=torch.float64, requires_grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_(requires_grad) for s in shapes]
+
+
+def causal(Sq, Sk):
+    """bool [Sq, Sk]: the last query belongs to the last key."""
+    return torch.ones(Sq, Sk, dtype=torch.bool).tril(Sk - Sq)
+
+
+def reference(Q, K, V, mask):
+    """PyTorch's attention under a boolean mask, and the log-sum-exp by its definition."""
+    scores = (Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])).masked_fill(~mask, -math.inf)
+    return F.scaled_dot_product_attention(Q, K, V, attn_mask=mask), torch.logsumexp(scores, dim=-1)
+
+
+def test_names_and_signatures():
+    signatures = {
+        flash_attention: "Q K V causal_mask=True tile_q=64 tile_k=64",
+        merge_attention: "out_a lse_a out_b lse_b",
+        use_sdpa: "model",
+        MultiHeadAttention_SDPA: "d_model n_heads d_head dropout_p",
+        MultiHeadAttention_SDPA.forward: "self x causal_mask=True",
+    }
+    for function, expected in signatures.items():
+        assert " ".join(map(str, inspect.signature(function).parameters.values())) == expected
+    assert issubclass(MultiHeadAttention_SDPA, MultiHeadAttention)
+
+
+# From scratch: value
+
+
+@given(st.data())
+def test_equals_pytorch(data):
+    B, H = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 3)]))
+    Sk = data.draw(st.integers(1, 40))
+    Sq = data.draw(st.integers(1, Sk))
+    D = data.draw(st.sampled_from([1, 5, 16]))
+    tile_q, tile_k = data.draw(st.integers(1, 45)), data.draw(st.integers(1, 45))
+    is_causal = data.draw(st.booleans())
+    Q, K, V = draw((B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D), seed=data.draw(st.integers(0, 99)))
+    mask = causal(Sq, Sk) if is_causal else torch.ones(Sq, Sk, dtype=torch.bool)
+    assert_close(flash_attention(Q, K, V, is_causal, tile_q, tile_k), reference(Q, K, V, mask))
+
+
+@given(st.data())
+def test_any_mask(data):
+    """Masks of every broadcastable shape; rows without keys give zeros and -inf."""
+    Sq, Sk = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
+    shape = data.draw(
+        st.sampled_from([(2, 3, Sq, Sk), (2, 1, Sq, Sk), (3, Sq, Sk), (Sq, Sk), (Sk,), (Sq, 1)])
+    )
+    tile_q, tile_k = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    mask = torch.rand(shape, generator=generator) < data.draw(st.sampled_from([0.0, 0.2, 0.7]))
+    Q, K, V = draw((2, 3, Sq, 4), (2, 3, Sk, 4), (2, 3, Sk, 4))
+    out, lse = flash_attention(Q, K, V, mask, tile_q, tile_k)
+    assert_close((out, lse), reference(Q, K, V, mask.expand(2, 3, Sq, Sk)))
+    empty = ~mask.expand(2, 3, Sq, Sk).any(-1)
+    assert (out[empty] == 0).all() and (lse[empty] == -math.inf).all() and lse[~empty].isfinite().all()
+
+
+@pytest.mark.parametrize("n", [300, 1000])
+def test_float32_is_as_exact_as_pytorch(n):
+    Q, K, V = draw(*[(1, 2, n, 64)] * 3, dtype=torch.float32)
+    out, lse = flash_attention(Q, K, V)
+    expected, expected_lse = reference(Q.double(), K.double(), V.double(), causal(n, n))
+    assert out.dtype == lse.dtype == torch.float32
+    assert_close(out, expected.float(), 5e-6)
+    assert_close(lse, expected_lse.float(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_sums_in_32(dtype):
+    Q, K, V = draw(*[(1, 2, 200, 64)] * 3, dtype=torch.float32)
+    Q, K, V = Q.to(dtype), K.to(dtype), V.to(dtype)
+    out, lse = flash_attention(Q, K, V)
+    exact, exact_lse = reference(Q.double(), K.double(), V.double(), causal(200, 200))
+    fused = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert utils.largest_difference(out, exact) <= 2 * utils.largest_difference(fused, exact) + 1e-3
+    assert_close(lse, exact_lse.float(), 1e-5)
+
+
+def test_inputs_that_are_not_contiguous():
+    """As the model makes them: [B, T, H, D] seen as [B, H, T, D]; they are not written to."""
+    Q, K, V = (t.transpose(1, 2) for t in draw(*[(2, 7, 3, 8)] * 3))
+    before = Q.clone(), K.clone(), V.clone()
+    assert_close(flash_attention(Q, K, V, True, 3, 2), reference(Q, K, V, causal(7, 7)))
+    assert torch.equal(Q, before[0]) and torch.equal(K, before[1]) and torch.equal(V, before[2])
+
+
+def test_no_keys_and_more_queries_than_keys():
+    Q, K, V = draw((1, 2, 5, 4), (1, 2, 3, 4), (1, 2, 3, 4))
+    out, lse = flash_attention(Q, K[:, :, :0], V[:, :, :0])
+    assert (out == 0).all() and (lse == -math.inf).all()
+    out, lse = flash_attention(Q, K, V, True, 2, 2)  # the first two queries precede every key
+    assert_close((out, lse), reference(Q, K, V, causal(5, 3)))
+    assert (out[:, :, :2] == 0).all()
+
+
+def test_tiles_above_the_diagonal_are_skipped():
+    def n_run(Sq, Sk, tile_q, tile_k):
+        return sum(len(keys) for _, keys in score_tiles(Sq, Sk, True, tile_q, tile_k))
+
+    assert n_run(256, 256, 64, 64) == 10  # of 16
+    assert n_run(1000, 1000, 64, 64) == 136  # of 256
+    assert n_run(1, 1000, 64, 64) == 16  # a decode step sees all
+    for Sq, Sk, tile_q, tile_k in [(8, 8, 3, 2), (3, 7, 2, 3), (5, 5, 9, 2), (1, 1, 1, 1)]:
+        covered = torch.zeros(Sq, Sk, dtype=torch.int64)
+        for queries, key_tiles in score_tiles(Sq, Sk, True, tile_q, tile_k):
+            for keys in key_tiles:
+                assert causal(Sq, Sk)[queries, keys].any(), "a tile that holds nothing visible"
+                covered[queries, keys] += 1
+        assert covered.max() == 1 and (covered[causal(Sq, Sk)] == 1).all()
+
+
+def test_memory_is_linear_forward_and_backward():
+    def peak_mb(n):
+        Q, K, V = draw(*[(1, 1, n, 8)] * 3, dtype=torch.float32, requires_grad=True)
+        return utils.peak_memory_mb(lambda: flash_attention(Q, K, V, True, 32, 32)[0].sum().backward())
+
+    small, large = peak_mb(512), peak_mb(1024)
+    assert large < 2.2 * small
+    assert large < 0.1 * 1024**2 * 4 / 1e6  # far from one score matrix
+
+
+def test_bad_input():
+    Q, K, V = draw(*[(1, 2, 5, 4)] * 3)
+    for tiles in [(0, 4), (4, -1)]:
+        with pytest.raises(ValueError, match="at least 1 query and 1 key"):
+            flash_attention(Q, K, V, True, *tiles)
+    with pytest.raises(ValueError, match="must be boolean"):
+        flash_attention(Q, K, V, torch.zeros(5, 5))
+    for wrong in [(Q, K, V[:, :, :4]), (Q, K[:, :1], V[:, :1]), (Q[..., :3], K, V)]:
+        with pytest.raises(ValueError, match="Q, K, V must be"):
+            flash_attention(*wrong)
+
+
+# From scratch: gradient
+
+
+def partly_visible(Sq, Sk):
+    mask = torch.rand(Sq, Sk, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[1] = False  # a query without keys
+    return mask
+
+
+@pytest.mark.parametrize("mask", [True, False, "partly"])
+@pytest.mark.parametrize(("Sq", "Sk", "tiles"), [(5, 5, (2, 3)), (3, 7, (2, 2)), (4, 6, (64, 64))])
+def test_gradcheck(Sq, Sk, tiles, mask):
+    mask = partly_visible(Sq, Sk) if mask == "partly" else mask
+    Q, K, V = draw((2, 1, Sq, 3), (2, 1, Sk, 3), (2, 1, Sk, 3), requires_grad=True)
+
+    def function(Q, K, V):
+        out, lse = flash_attention(Q, K, V, mask, *tiles)
+        return out, lse[lse.isfinite()]  # gradcheck cannot subtract infinities
+
+    assert torch.autograd.gradcheck(function, (Q, K, V))
+
+
+def test_gradients_equal_pytorchs():
+    for seed, (Sq, Sk, mask) in enumerate(
+        [(70, 70, causal(70, 70)), (33, 130, causal(33, 130)), (20, 50, partly_visible(20, 50))]
+    ):
+        Q, K, V = draw((2, 2, Sq, 16), (2, 2, Sk, 16), (2, 2, Sk, 16), seed=seed, requires_grad=True)
+        grad = draw((2, 2, Sq, 16), seed=9)[0]
+        ours = torch.autograd.grad(flash_attention(Q, K, V, mask, 16, 32)[0], (Q, K, V), grad)
+        theirs = torch.autograd.grad(reference(Q, K, V, mask)[0], (Q, K, V), grad)
+        assert_close(ours, theirs)
+
+
+def test_second_derivatives_are_refused():
+    Q, K, V = draw(*[(1, 1, 3, 2)] * 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(flash_attention(Q, K, V)[0].square().sum(), Q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_autocast():
+    Q, K, V = draw(*[(1, 2, 9, 8)] * 3, dtype=torch.bfloat16, requires_grad=True)
+    plain = flash_attention(Q, K, V, True, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = flash_attention(Q, K, V, True, 4, 4)
+    out.float().sum().backward()
+    assert torch.equal(out, plain[0]) and torch.equal(lse, plain[1]) and Q.grad.isfinite().all()
+
+
+# Cases: masks and running maximum, polarity, log-sum-exp
+
+
+def test_masked_key_cannot_win():
+    """A finite fill of -10000 would beat the real score of -30000 and give 7."""
+    Q, K = torch.tensor([-30000.0]).view(1, 1, 1, 1), torch.tensor([1.0, 0.0]).view(1, 1, 2, 1)
+    V = torch.tensor([1.0, 7.0]).view(1, 1, 2, 1)
+    for tiles in [(1, 1), (64, 64)]:
+        for mask in (torch.tensor([True, False]), torch.tensor([[True, False]])):
+            out, lse = flash_attention(Q, K, V, mask, *tiles)
+            assert out.item() == 1.0 and lse.item() == -30000.0
+        out, _ = flash_attention(Q.expand(1, 1, 2, 1), K, V, True, *tiles)
+        assert out[0, 0, 0].item() == 1.0  # the same by causality
+
+
+def test_leading_tiles_masked_in_full():
+    Q, K, V = draw(*[(1, 1, 8, 4)] * 3)
+    window = causal(8, 8) & ~causal(8, 8).tril(-2)  # each query sees its own key and the one before
+    assert window.sum(dim=-1).tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert_close(flash_attention(Q, K, V, window, 2, 2), reference(Q, K, V, window), 1e-5)
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(5, 5), (3, 7)])
+def test_lengths_that_no_tile_divides(Sq, Sk):
+    Q, K, V = draw((1, 1, Sq, 4), (1, 1, Sk, 4), (1, 1, Sk, 4))
+    assert_close(flash_attention(Q, K, V, True, 4, 4), reference(Q, K, V, causal(Sq, Sk)), 1e-5)
+
+
+def test_large_scores_do_not_overflow():
+    Q, K, V = (100 * t for t in draw(*[(1, 1, 9, 4)] * 3, dtype=torch.float32))
+    out, lse = flash_attention(Q, K, V, True, 2, 2)
+    assert_close((out, lse), reference(Q, K, V, causal(9, 9)))
+    assert lse.abs().max() > 1000
+
+
+def test_later_tokens_change_nothing_before_them():
+    Q, K, V = draw(*[(1, 2, 9, 4)] * 3)
+    model = use_sdpa(tiny_model(GPTlite))
+    tokens = random_tokens(2, 9)
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 16
+    before, after = model(tokens), model(changed)
+    assert_close(after[:, :-1], before[:, :-1])
+    assert utils.largest_difference(after[:, -1], before[:, -1]) > 0.1
+    before, _ = flash_attention(Q, K, V, True, 4, 4)
+    K[:, :, -1], V[:, :, -1] = 5.0, 5.0
+    after, _ = flash_attention(Q, K, V, True, 4, 4)
+    assert torch.equal(after[:, :, :-1], before[:, :, :-1]) and not torch.equal(after, before)
+
+
+def test_no_dropout_in_evaluation_mode():
+    model = use_sdpa(tiny_model(GPTlite, dropout_p=0.5))
+    plain = tiny_model(GPTlite, dropout_p=0.5)
+    tokens = random_tokens(2, 9)
+    assert torch.equal(model(tokens), model(tokens))
+    assert_close(model(tokens), plain(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+    data = random_tokens(1, 200)[0]
+    loss = utils.validation_loss(model, data, 4)
+    assert model.training and loss == utils.validation_loss(model, data, 4)
+    assert_close(loss, utils.validation_loss(plain, data, 4), 1e-6)
+
+
+def test_attention_weights_drop_out_in_training():
+    mha = MultiHeadAttention_SDPA(8, 2, 4, 0.5).double().train()
+    mha.dropout.forward = lambda x: x  # leaves the dropout inside the fused call
+    x = draw((1, 6, 8))[0]
+    assert not torch.equal(mha(x), mha(x))
+
+
+def test_log_sum_exp_after_a_shift_of_the_keys():
+    """Subtracting the mean key changes no weight, but every log-sum-exp by scale * q . mean."""
+    Q, K, V = draw((1, 1, 3, 4), (1, 1, 6, 4), (1, 1, 6, 4), dtype=torch.float32)
+    K = K + 5
+    mean = K.mean(dim=2, keepdim=True)  # over the sequence
+    out, lse = flash_attention(Q, K, V, False)
+    smooth_out, smooth_lse = flash_attention(Q, K - mean, V, False)
+    removed = (Q * mean).sum(dim=-1) / 2  # scale 1/sqrt(4)
+    assert_close(smooth_out, out, 1e-6)
+    assert_close(smooth_lse + removed, lse, 2e-6)
+    wrong_axis, _ = flash_attention(Q, K - K.mean(dim=3, keepdim=True), V, False)
+    assert utils.largest_difference(wrong_axis, out) > 0.05
+    K2, V2 = draw((1, 1, 5, 4), (1, 1, 5, 4), seed=1, dtype=torch.float32)
+    other = flash_attention(Q, K2, V2, False)
+    whole, _ = flash_attention(Q, torch.cat([K, K2], dim=2), torch.cat([V, V2], dim=2), False)
+    assert_close(merge_attention(smooth_out, smooth_lse + removed, *other)[0], whole, 1e-5)
+    assert utils.largest_difference(merge_attention(smooth_out, smooth_lse, *other)[0], whole) > 0.05
+
+
+# Merging
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 99), st.randoms())
+def test_merging_parts_gives_the_whole(sizes, seed, random):
+    """Any cut, empty parts included, merged in any order."""
+    Sk = sum(sizes)
+    Q, K, V = draw((2, 2, 3, 4), (2, 2, Sk, 4), (2, 2, Sk, 4), seed=seed)
+    parts = [
+        flash_attention(Q, k, v, False, 2, 2)
+        for k, v in zip(K.split(sizes, dim=2), V.split(sizes, dim=2), strict=True)
+    ]
+    while len(parts) > 1:
+        random.shuffle(parts)
+        parts.append(merge_attention(*parts.pop(), *parts.pop()))
+    assert_close(parts[0], flash_attention(Q, K, V, False))
+    if Sk:
+        assert_close(parts[0], reference(Q, K, V, torch.ones(3, Sk, dtype=torch.bool)))
+
+
+def test_merging_nothing():
+    zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -math.inf)
+    out, lse = merge_attention(zeros, nothing, zeros, nothing)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    some, some_lse = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    assert_close(merge_attention(zeros, nothing, some, some_lse), (some, some_lse))
+
+
+def test_merging_has_the_gradient_of_the_whole():
+    Q, K, V = draw((1, 2, 3, 4), (1, 2, 9, 4), (1, 2, 9, 4), requires_grad=True)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[0, :5] = False  # a query whose first part is empty
+    mask[2] = False  # one without keys at all
+    a = flash_attention(Q, K[:, :, :5], V[:, :, :5], mask[:, :5], 2, 2)
+    b = flash_attention(Q, K[:, :, 5:], V[:, :, 5:], mask[:, 5:], 2, 2)
+    merged = torch.autograd.grad(merge_attention(*a, *b)[0].square().sum(), (Q, K, V))
+    whole = torch.autograd.grad(reference(Q, K, V, mask)[0].square().sum(), (Q, K, V))
+    assert_close(merged, whole)
+
+
+# In the model
+
+
+@given(st.integers(1, 3), st.integers(1, 16), st.integers(0, 99))
+def test_the_model_gives_the_same_logits(batch_size, T, seed):
+    tokens = random_tokens(batch_size, T, seed)
+    assert_close(use_sdpa(tiny_model(GPTlite))(tokens), tiny_model(GPTlite)(tokens))
+
+
+def test_masks_of_the_module():
+    plain = tiny_model(GPTlite).blocks[0].mha
+    fused = use_sdpa(tiny_model(GPTlite)).blocks[0].mha
+    x = draw((2, 5, 32))[0]
+    window = causal(5, 5) & ~causal(5, 5).tril(-2)
+    for mask in (True, False, window, partly_visible(5, 5)):
+        assert_close(fused(x, mask), plain(x, mask))
+
+
+def test_use_sdpa_keeps_the_weights():
+    model = tiny_model(GPTlite)
+    parameters = [p.data_ptr() for p in model.parameters()]
+    names = list(model.state_dict())
+    assert use_sdpa(model) is model and use_sdpa(model) is model
+    assert [p.data_ptr() for p in model.parameters()] == parameters and list(model.state_dict()) == names
+    assert all(type(block.mha) is MultiHeadAttention_SDPA for block in model.blocks)
+    assert type(tiny_model(GPTlite).blocks[0].mha) is MultiHeadAttention  # other models are untouched
+    with pytest.raises(ValueError, match="MultiHeadAttention_KVCache"):
+        use_sdpa(tiny_model(GPTlite_KVCache))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda(dtype):
+    Q, K, V = (t.cuda().to(dtype).requires_grad_() for t in draw(*[(2, 2, 300, 64)] * 3))
+    exact = reference(Q.double(), K.double(), V.double(), causal(300, 300).cuda())
+    out, lse = flash_attention(Q, K, V, True, 128, 128)
+    assert_close(out.float(), exact[0].float(), 1e-5 if dtype == torch.float32 else 2e-2)
+    assert_close(lse, exact[1].float(), 1e-5 if dtype == torch.float32 else 2e-2)
+    grads = torch.autograd.grad(out.float().square().sum(), (Q, K, V))
+    assert all(g.isfinite().all() for g in grads)
+
+
+# The script
+
+
+def test_script(checkpoint, tmp_path):
+    figure = tmp_path / "figure.png"
+    arguments = ("--quick", "--repeats", 1, "--json", "-", "--plot", figure)
+    run = run_script("main_flash_attention.py", *arguments, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr
+    report = run.json
+    assert report["checks"] and all(report["checks"].values())
+    assert [row["method"] for row in report["rows"]] == ["textbook", "SDPA"]
+    assert all(row["same_output"] for row in report["rows"])
+    textbook, fused = report["rows"]
+    assert abs(textbook["valid_loss"] - fused["valid_loss"]) < 1e-4
+    assert fused["peak_memory_mb"] < textbook["peak_memory_mb"]
+    tiles, forms = report["sweeps"].values()
+    assert all(row["tiles computed"] < row["of"] for row in tiles)
+    largest = {row["form"]: row for row in forms if row["batch"] == 1 and row["tokens"] == 1024}
+    for form in ("from scratch", "SDPA"):
+        assert largest[form]["peak MB"] < largest["textbook"]["peak MB"] / 3
+    assert figure.stat().st_size > 1000 and len(report["why"]) >= 5
+
+
+def test_script_refuses_bad_input(checkpoint):
+    run = run_script("main_flash_attention.py", "--batch-size", 0, checkpoint=checkpoint)
+    assert run.status == 2 and "not a number from 1 up" in run.stderr
+    assert main_flash_attention.__doc__.startswith("FlashAttention")

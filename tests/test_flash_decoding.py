@@ -1,0 +1,208 @@
+"""Flash decoding: any number of splits gives the unsplit result, alone and in the model."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+import main_flash_attention
+import main_flash_decoding
+from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from main_flash_decoding import (
+    GPTlite_FlashDecoding,
+    choose_n_splits,
+    flash_decoding,
+    partial_attention,
+    slots_of,
+)
+from main_kvcache import generate, generate_kvcache, generate_static
+
+
+def draw(B, H, Sk, D, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, H, 1, D), (B, H, Sk, D), (B, H, Sk, D)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def test_names_and_signatures():
+    assert " ".join(inspect.signature(flash_decoding).parameters) == "q K V n_splits"
+    assert main_flash_decoding.merge_attention is main_flash_attention.merge_attention
+
+
+@given(st.data())
+def test_equals_pytorch(data):
+    """From one split to more splits than keys, so with empty ones."""
+    B, H = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 3)]))
+    Sk = data.draw(st.integers(1, 40))
+    n_splits = data.draw(st.integers(1, Sk + 3))
+    q, K, V = draw(B, H, Sk, data.draw(st.sampled_from([1, 5, 16])), seed=data.draw(st.integers(0, 99)))
+    assert_close(flash_decoding(q, K, V, n_splits), F.scaled_dot_product_attention(q, K, V))
+
+
+@pytest.mark.parametrize("Sk", [1, 7, 12, 16])
+def test_every_number_of_splits(Sk):
+    q, K, V = draw(2, 2, Sk, 4)
+    unsplit = flash_decoding(q, K, V, 1)
+    for n_splits in range(2, Sk + 6):
+        assert_close(flash_decoding(q, K, V, n_splits), unsplit)
+
+
+def test_rows_of_a_longer_buffer():
+    """As in a static cache: keys are the first rows of a window, and are not written to."""
+    q, K, V = draw(2, 3, 32, 4)
+    before = K.clone(), V.clone()
+    for n in (1, 8, 13, 32):
+        k, v = K[:, :, :n], V[:, :, :n]
+        for n_splits in (1, 2, 4, 5):
+            assert_close(flash_decoding(q, k, v, n_splits), F.scaled_dot_product_attention(q, k, v))
+    assert torch.equal(K, before[0]) and torch.equal(V, before[1])
+
+
+def test_splits_are_views_where_they_divide_the_keys(monkeypatch):
+    q, K, V = draw(2, 3, 32, 4)
+    starts = []
+
+    def spy(q, k, v):
+        starts.append((k.shape, k.data_ptr() == K.data_ptr(), v.data_ptr() == V.data_ptr()))
+        return partial_attention(q, k, v)
+
+    monkeypatch.setattr(main_flash_decoding, "partial_attention", spy)
+    flash_decoding(q, K, V, 8)
+    assert starts == [((2, 3, 8, 4, 4), True, True)]  # one batched call over all the splits
+    k = K[:, :, :32].unflatten(2, (8, 4))
+    assert k.flatten(0, 2).data_ptr() == K.data_ptr()  # so a batched product needs no copy
+
+
+def test_no_keys():
+    q, K, V = draw(1, 2, 4, 4)
+    for n_splits in (1, 3):
+        assert (flash_decoding(q, K[:, :, :0], V[:, :, :0], n_splits) == 0).all()
+
+
+def test_large_scores():
+    """One split holds scores far above the others'; nothing overflows and nothing is lost."""
+    q, K, V = draw(1, 1, 12, 4, dtype=torch.float32)
+    q, K = 30 * q, 30 * K
+    K[:, :, 4:8] *= 5
+    assert_close(flash_decoding(q, K, V, 3), F.scaled_dot_product_attention(q, K, V))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_types(dtype):
+    q, K, V = draw(1, 2, 100, 16, dtype=dtype)
+    out = flash_decoding(q, K, V, 7)
+    assert out.dtype == dtype
+    tolerance = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    exact = F.scaled_dot_product_attention(q.double(), K.double(), V.double())
+    assert_close(out.double(), exact, tolerance)
+
+
+def test_bad_input():
+    q, K, V = draw(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="at least 1 split"):
+        flash_decoding(q, K, V, 0)
+    with pytest.raises(ValueError, match="one query per sequence, not 4"):
+        flash_decoding(K, K, V, 2)
+
+
+# The rule
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "context", "expected"),
+    [(1, 256, 1), (1, 1024, 4), (1, 4096, 16), (1, 16384, 32), (1, 65536, 37)]
+    + [(8, 4096, 16), (8, 65536, 5), (64, 65536, 1)],
+)
+def test_rule_on_132_multiprocessors(batch_size, context, expected):
+    """FlashAttention-2's numbers for 6 heads of 64."""
+    assert choose_n_splits(batch_size, 6, context, 264) == expected
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 10**6), st.integers(1, 300))
+def test_rule_stays_in_bounds(batch_size, n_heads, context, n_slots):
+    n = choose_n_splits(batch_size, n_heads, context, n_slots)
+    assert 1 <= n <= min(128, n_slots, math.ceil(context / 256))
+    if batch_size * n_heads >= n_slots:
+        assert n == 1  # every core has a piece of work already
+
+
+def test_slots():
+    assert slots_of(torch.device("cpu")) == torch.get_num_threads()
+
+
+# In the model
+
+
+@given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 5), st.integers(0, 99))
+def test_the_model_gives_the_same_tokens(batch_size, T, n_splits, seed):
+    prompt = random_tokens(batch_size, T, seed)
+    model = tiny_model(GPTlite_FlashDecoding, n_splits=n_splits)
+    cached = tiny_model(GPTlite_KVCache)
+    tokens = generate_static(model, prompt, 16 - T, StaticKVCache(model, batch_size))
+    assert torch.equal(tokens, generate(lambda x: cached(x)[0], prompt, 16 - T, 16))
+
+
+@pytest.mark.parametrize("n_splits", [1, 3, 4])
+def test_across_the_window(n_splits):
+    prompt = random_tokens(2, 10)
+    model, cached = tiny_model(GPTlite_FlashDecoding, n_splits=n_splits), tiny_model(GPTlite_KVCache)
+    tokens = generate_static(model, prompt, 20, StaticKVCache(model, 2))
+    assert torch.equal(tokens, generate_kvcache(cached, prompt, 20, 16))
+
+
+def test_logits_and_cache_equal_the_static_models():
+    tokens = random_tokens(2, 20)
+    model, static = tiny_model(GPTlite_FlashDecoding, n_splits=3), tiny_model(GPTlite_StaticKVCache)
+    cache, expected_cache = None, None
+    for piece in (tokens[:, :6], *tokens[:, 6:].split(1, dim=1)):
+        logits, cache = model(piece, cache)
+        expected, expected_cache = static(piece, expected_cache)
+        assert_close(logits, expected)
+        assert_close((cache.k, cache.v), (expected_cache.k, expected_cache.v))
+    assert cache.length == 20
+
+
+def test_a_cache_is_used_again():
+    model = tiny_model(GPTlite_FlashDecoding, n_splits=2)
+    cache = StaticKVCache(model, 1)
+    first = generate_static(model, random_tokens(1, 7), 6, cache)
+    generate_static(model, random_tokens(1, 3, seed=1), 12, cache)
+    assert torch.equal(generate_static(model, random_tokens(1, 7), 6, cache), first)
+
+
+@pytest.mark.cuda
+def test_cuda():
+    q, K, V = (t.cuda() for t in draw(1, 6, 5000, 64, dtype=torch.float32))
+    for n_splits in (1, 4, choose_n_splits(1, 6, 5000, slots_of(q.device))):
+        assert_close(flash_decoding(q, K, V, n_splits), F.scaled_dot_product_attention(q, K, V), 1e-5)
+
+
+# The script
+
+
+def test_script(checkpoint, tmp_path):
+    figure = tmp_path / "figure.png"
+    arguments = ("--quick", "--repeats", 1, "--json", "-", "--plot", figure)
+    run = run_script("main_flash_decoding.py", *arguments, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr
+    report = run.json
+    assert report["checks"] and all(report["checks"].values())
+    assert all(row["same_output"] for row in report["rows"]) and len(report["rows"]) >= 2
+    assert len({row["kv_bytes_per_token"] for row in report["rows"]}) == 1
+    assert len({row["forward_tokens"] for row in report["rows"]}) == 1
+    (sweep,) = report["sweeps"].values()
+    assert {(row["batch"], row["heads"]) for row in sweep} == {(1, 1), (1, 6), (8, 6)}
+    for row in sweep:
+        keys = row["batch"] * row["heads"] * 1024 * row["context / 1024"]
+        assert row["KV MB"] == pytest.approx(2e-6 * 4 * 64 * keys)
+    assert figure.stat().st_size > 1000 and len(report["why"]) >= 4
+
+
+def test_script_takes_a_number_of_splits(checkpoint):
+    run = run_script("main_flash_decoding.py", "--n-splits", 0, checkpoint=checkpoint)
+    assert run.status == 2 and "not a number from 1 up" in run.stderr
