@@ -47,12 +47,14 @@ def generate_kvcache(model, prompt, n_tokens, seqlen, kv_cache=None, refill=None
         kv_cache: cache of the tokens in front of the prompt (a shared prefix), not modified; refill:
         what to do when the cache is full: None gives every further token the last position (the rule
         of the post), a number keeps that many last tokens and encodes them anew from position 0.
-    Returns: prompt and generated tokens, [B, T + n_tokens]. Raises ValueError for an empty prompt, or a
-        refill that is not below seqlen.
+    Returns: prompt and generated tokens, [B, T + n_tokens]. Raises ValueError for an empty prompt, a
+        refill that is not below seqlen, or one together with a cache (whose text it would not know).
     """
     check_prompt(prompt)
     if refill is not None and not 1 <= refill < seqlen:
         raise ValueError(f"refill keeps 1 to {seqlen - 1} tokens, not {refill}")
+    if refill is not None and kv_cache is not None:
+        raise ValueError("refill encodes the text anew: give the whole text as the prompt, not a cache of it")
     tokens, new_tokens = prompt, prompt[:, -seqlen:]  # [B, T]
     for _ in range(n_tokens):
         if refill is not None and kv_cache is not None and kv_cache[0][0].shape[-2] == seqlen:
@@ -231,9 +233,11 @@ if __name__ == "__main__":
             kv_bytes = utils.cache_bytes_per_token([t for kv in cache for t in kv], tokens.shape[1], B)
             name = f"batch {B}: a token's cache is 2 L H D numbers, {kv_formula} bytes"
             report.check(name, kv_bytes == kv_formula)
-            figures = {m.name: {"kv_bytes_per_token": kv_bytes, "valid_loss": losses[1]} for m in methods}
+            static_bytes = utils.cache_bytes_per_token(kept, W, B)
+            figures = {m.name: {"kv_bytes_per_token": static_bytes, "valid_loss": losses[2]} for m in methods}
             figures["no cache"] = {"valid_loss": losses[0]}
-            figures["static"]["valid_loss"] = losses[2]
+            figures["dynamic"] = {"kv_bytes_per_token": kv_bytes, "valid_loss": losses[1]}
+            figures["transformers"] = {}
             report.method_rows(methods, results, prompts, logits[:, T - 1 :], f", batch {B}", figures)
             return results
 
