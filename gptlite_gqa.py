@@ -26,7 +26,6 @@ from gptlite_kvcache import (
     GPTlite_KVCache,
     MultiHeadAttention_KVCache,
     scaled_dot_product_attention_kv_cache,
-    window_mask,
 )
 
 
@@ -88,26 +87,10 @@ class MultiHeadAttention_GQA(MultiHeadAttention_KVCache):
         self.key_proj = nn.Linear(d_model, n_groups * d_head)
         self.value_proj = nn.Linear(d_model, n_groups * d_head)
 
-    def forward(self, x, kv_cache=None, causal_mask=True, max_seqlen=None):
-        """[B, Sq, E] and a cache (k, v), [B, G, S, D] each, -> [B, Sq, E] and the longer cache."""
-        Q = self.split_heads(self.query_proj(x))  # [B, H, Sq, D]
-        K = self.split_heads(self.key_proj(x))  # [B, G, Sq, D]
-        V = self.split_heads(self.value_proj(x))  # [B, G, Sq, D]
-        if kv_cache is not None:
-            K = torch.cat([kv_cache[0], K], dim=-2)  # [B, G, Sk, D]
-            V = torch.cat([kv_cache[1], V], dim=-2)  # [B, G, Sk, D]
-        Sq, Sk = Q.shape[-2], K.shape[-2]
-        beyond = max_seqlen is not None and Sk > max_seqlen
-        if beyond and Sq > 1 and causal_mask is True:
-            causal_mask = window_mask(Sq, Sk, max_seqlen, x.device)  # [Sq, Sk]
-        elif beyond and Sq == 1:
-            K, V = K[..., -max_seqlen:, :], V[..., -max_seqlen:, :]  # [B, G, max_seqlen, D]
+    def attend(self, Q, K, V, causal_mask=True, dropout=None):
+        """Q [B, H, Sq, D]; K, V [B, G, Sk, D] -> [B, H, Sq, D]"""
         attention = expanded_attention if self.expanded else grouped_attention
-        out = attention(Q, K, V, causal_mask, self.dropout)  # [B, H, Sq, D]
-        out = self.dropout(self.out_proj(self.merge_heads(out)))  # [B, Sq, E]
-        if beyond:
-            K, V = K[..., -max_seqlen:, :], V[..., -max_seqlen:, :]  # [B, G, max_seqlen, D]
-        return out, (K, V)
+        return attention(Q, K, V, causal_mask, dropout)
 
 
 class Block_GQA(Block_KVCache):

@@ -65,6 +65,8 @@ def checked_window(model, max_seqlen):
 class MultiHeadAttention_KVCache(MultiHeadAttention):
     """MultiHeadAttention that takes the keys and values of earlier tokens and returns all of them."""
 
+    attend = staticmethod(scaled_dot_product_attention_kv_cache)  # a variant replaces the attention here
+
     def forward(self, x, kv_cache=None, causal_mask=True, max_seqlen=None):
         """[B, Sq, E] and a cache (k, v), [B, H, S, D] each, -> [B, Sq, E] and the longer cache.
 
@@ -83,7 +85,7 @@ class MultiHeadAttention_KVCache(MultiHeadAttention):
             causal_mask = window_mask(Sq, Sk, max_seqlen, x.device)  # [Sq, Sk]
         elif beyond and Sq == 1:
             K, V = K[..., -max_seqlen:, :], V[..., -max_seqlen:, :]  # [B, H, max_seqlen, D]
-        out = scaled_dot_product_attention_kv_cache(Q, K, V, causal_mask, self.dropout)
+        out = self.attend(Q, K, V, causal_mask, self.dropout)  # [B, H, Sq, D]
         out = self.dropout(self.out_proj(self.merge_heads(out)))  # [B, Sq, E]
         if beyond:
             K, V = K[..., -max_seqlen:, :], V[..., -max_seqlen:, :]  # [B, H, max_seqlen, D]
