@@ -16,6 +16,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from gptlite import Block, GPTlite, MultiHeadAttention
 
@@ -104,10 +105,39 @@ class Block_KVCache(Block):
         return x, kv_cache
 
 
+class Linear_AllCores(nn.Linear):
+    """nn.Linear whose product with a single row, a decode step of one sequence, uses every core.
+
+    A product of one row is bound by reading the weights, and PyTorch leaves it to one thread on a CPU.
+    Cut by output features into one product a thread, it reads them with all. Several rows, 16-bit types
+    and other devices are better served by the usual product, and get it.
+    """
+
+    n_parts = 1
+
+    def forward(self, x):
+        """[..., E_in] -> [..., E_out]"""
+        n = self.n_parts
+        one_row = x.numel() == self.in_features and x.is_cpu and x.dtype.itemsize >= 4
+        if not one_row or n == 1:
+            return super().forward(x)
+        parts = self.weight.view(n, self.out_features // n, self.in_features)  # [n, E_out / n, E_in]
+        out = torch.bmm(x.reshape(1, 1, -1).expand(n, 1, -1), parts.transpose(1, 2))  # [n, 1, E_out / n]
+        out = out.view(*x.shape[:-1], self.out_features)  # [..., E_out]
+        return out if self.bias is None else out + self.bias
+
+
 class GPTlite_KVCache(GPTlite):
     """GPTlite with a cache; the weights are GPTlite's, unchanged."""
 
     block_class = Block_KVCache
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for module in self.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear_AllCores  # the same parameters under the same names
+                module.n_parts = math.gcd(torch.get_num_threads(), module.out_features)
 
     def forward(self, x, kv_cache=None, max_seqlen=None):
         """New tokens [B, Sq] and the caches of the earlier ones -> (logits [B, Sq, V], caches).

@@ -281,6 +281,16 @@ if __name__ == "__main__":
             f"with a cache. Share reached: no cache {rep.share_of(least_full, single['no cache'].tpot_ms)}, "
             f"{', '.join(shares)}; the rest is the overhead of about a hundred small operations."
         )
+        if dev.type == "cpu" and args.dtype == torch.float32:
+            row, layers = torch.zeros(1, 1, p.d_model), [b.ffwd.net[0] for b in cached.blocks]
+            whole, cut = (
+                utils.median_ms(lambda f=f: [f(layer, row) for layer in layers], 50) / len(layers)
+                for f in (torch.nn.Linear.forward, type(layers[0]).forward)
+            )
+            report.why(
+                f"PyTorch leaves a product of one row to one thread: {p.d_model} by {4 * p.d_model} takes "
+                f"{whole:.2f} ms so, {cut:.2f} ms cut into {layers[0].n_parts} (Linear_AllCores, batch 1)."
+            )
         knee = limits.flops_per_s * args.dtype.itemsize / 2 / limits.bytes_per_s
         if args.batch_size > 1 and single["static"].tpot_ms:
             ratio = batch["static"].tpot_ms / single["static"].tpot_ms

@@ -13,6 +13,7 @@ from gptlite import GPTlite
 from gptlite_kvcache import (
     GPTlite_KVCache,
     GPTlite_StaticKVCache,
+    Linear_AllCores,
     StaticKVCache,
     scaled_dot_product_attention_kv_cache,
     window_mask,
@@ -48,6 +49,31 @@ def reference_logits(model, tokens, window):
         x = x + mha.out_proj(out.transpose(1, 2).flatten(2))
         x = x + block.ffwd(block.ln2(x))
     return model.fc_out(model.ln(x))  # [B, N, V]
+
+
+@given(
+    rows=st.integers(1, 3),
+    n_in=st.integers(1, 9),
+    n_out=st.integers(1, 6),
+    n_parts=st.integers(1, 4),
+    bias=st.booleans(),
+)
+def test_a_row_by_parts_is_a_linear_layer(rows, n_in, n_out, n_parts, bias):
+    linear = Linear_AllCores(n_in, n_out * n_parts, bias=bias, dtype=torch.float64)
+    linear.n_parts = n_parts
+    x = torch.randn(1, rows, n_in, dtype=torch.float64)
+    assert_close(linear(x), F.linear(x, linear.weight, linear.bias))
+    assert_close(linear(x[0, 0]), F.linear(x[0, 0], linear.weight, linear.bias))
+
+
+def test_cached_models_cut_a_row_by_threads_and_keep_their_names():
+    model, plain = tiny_model(GPTlite_KVCache), tiny_model(GPTlite)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert {type(m) for m in linears} == {Linear_AllCores}
+    assert all(m.out_features % m.n_parts == 0 for m in linears)
+    if torch.get_num_threads() % 2 == 0:
+        assert all(m.n_parts > 1 for m in linears)
 
 
 def dirty_cache(model, batch_size, window):
