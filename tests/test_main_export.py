@@ -1,0 +1,183 @@
+"""The folder against transformers, which reads it without our code, and the way back to the bit."""
+
+import json
+
+import pytest
+import torch
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.shakespeare import VOCABULARY, encode
+from gptlite import GPTlite
+from gptlite_kvcache import GPTlite_KVCache
+from inference_utils import load_checkpoint
+from main_export import character_tokenizer, export_folder, import_folder
+from main_kvcache import generate_kvcache
+
+V = len(VOCABULARY)
+TINY = {"vocab_size": 12, "n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a tiny model of all 96 characters, which needs a width of at least as many."""
+    path = tmp_path_factory.mktemp("export") / "a folder"
+    export_folder(tiny_model(GPTlite, vocab_size=V, d_model=96, n_heads=6), VOCABULARY, path)
+    return path
+
+
+@given(st.text(alphabet=VOCABULARY, max_size=200))
+def test_tokenizer_is_exact_for_every_text(text):
+    tokenizer = character_tokenizer(VOCABULARY)
+    assert tokenizer.encode(text).ids == encode(text)
+    assert tokenizer.decode(encode(text)) == text
+
+
+def test_loaded_tokenizer_is_exact_and_shows_unknown_characters(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for text in (VOCABULARY, "  To be , or not\n\n\n to be ; n't 's . ? ! ", " ", "", "a" * 3000):
+        tokens = tokenizer(text).input_ids
+        assert tokens == encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == text
+    assert tokenizer.decode(tokenizer("caf\u00e9").input_ids) == "caf?"
+    assert len(tokenizer) == V
+
+
+def test_auto_model_computes_and_generates_the_same(folder):
+    model = tiny_model(GPTlite_KVCache, vocab_size=V, d_model=96, n_heads=6)
+    opt = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert opt.dtype == torch.float64
+    tokens = random_tokens(2, 16, vocab_size=V)
+    with torch.no_grad():
+        assert_close(opt(tokens).logits, model(tokens)[0], 1e-9)
+    prompt = tokens[:1, :5]
+    how = {"max_new_tokens": 11, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(opt.generate(prompt, **how), generate_kvcache(model, prompt, 11, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"n_heads": 1, "d_head": 16}, {"n_layers": 1, "vocab_size": 1}, {"seqlen": 1}]
+)
+def test_comes_back_to_the_bit(tmp_path, dtype, sizes):
+    sizes = TINY | sizes
+    model = tiny_model(GPTlite, dtype=dtype, **sizes)
+    if dtype == torch.bfloat16:
+        model = model.float().to(dtype)
+    vocabulary = VOCABULARY[40 : 40 + sizes["vocab_size"]]
+    export_folder(model, vocabulary, tmp_path / "f")
+    back, characters = import_folder(tmp_path / "f")
+    assert characters == vocabulary
+    assert back.seqlen == model.seqlen
+    assert back.blocks[0].mha.n_heads == sizes["n_heads"]
+    for (name, a), b in zip(model.state_dict().items(), back.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert torch.equal(a, b), name
+
+
+def test_folder_that_others_saved_keeps_its_function(folder, tmp_path):
+    opt = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        for p in opt.parameters():
+            p.mul_(1.01)
+    opt.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder, local_files_only=True).save_pretrained(tmp_path)
+    back, _ = import_folder(tmp_path)
+    assert back.fc_out.bias.abs().max() == 0
+    tokens = random_tokens(1, 16, vocab_size=V)
+    with torch.no_grad():
+        assert_close(back(tokens), opt(tokens).logits, 1e-9)
+
+
+def test_stale_biases_in_the_header_are_not_used(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    export_folder(tiny_model(GPTlite, **TINY), VOCABULARY[:12], tmp_path / "f")
+    file = tmp_path / "f" / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        header = opened.metadata()
+    name = "model.decoder.final_layer_norm.bias"
+    weights[name] = weights[name] + 1.0
+    save_file(weights, file, metadata=header)
+    back, _ = import_folder(tmp_path / "f")
+    assert torch.equal(back.ln.bias, weights[name])
+    assert back.fc_out.bias.abs().max() == 0
+
+
+def spoil_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda f: spoil_config(f, model_type="gpt2"), "model_type"),
+        (lambda f: spoil_config(f, activation_function="gelu"), "activation_function"),
+        (lambda f: spoil_config(f, do_layer_norm_before=False), "do_layer_norm_before"),
+        (lambda f: spoil_config(f, ffn_dim=17), "ffn_dim"),
+        (lambda f: (f / "config.json").write_text("{"), "whole model folder"),
+        (lambda f: (f / "config.json").unlink(), "config.json"),
+        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x" * 50), "damaged"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+            "damaged",
+        ),
+    ],
+)
+def test_spoilt_folder_is_one_line(tmp_path, spoil, words):
+    export_folder(tiny_model(GPTlite, **TINY), VOCABULARY[:12], tmp_path / "f")
+    spoil(tmp_path / "f")
+    with pytest.raises((ValueError, OSError), match=words):
+        import_folder(tmp_path / "f")
+
+
+def test_folder_is_whole_or_not_there(tmp_path, monkeypatch):
+    model = tiny_model(GPTlite, **TINY)
+    with pytest.raises(ValueError, match="11 characters"):
+        export_folder(model, VOCABULARY[:11], tmp_path / "f")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        export_folder(model, VOCABULARY[:12], tmp_path / "full")
+    with pytest.raises(OSError, match="nowhere"):
+        export_folder(model, VOCABULARY[:12], tmp_path / "nowhere" / "f")
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("main_export.save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        export_folder(model, VOCABULARY[:12], tmp_path / "f")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_script_writes_and_reads(checkpoint, tmp_path):
+    run = run_script(
+        "main_export.py", "out folder", "--quick", "--json", "-", cwd=tmp_path, checkpoint=checkpoint
+    )
+    assert run.status == 0, run.stderr
+    assert run.stderr == ""
+    assert all(run.json["checks"].values())
+    args = ("--read", "out folder", "--output", "back.pth", "--quick")
+    run = run_script("main_export.py", *args, cwd=tmp_path)
+    assert run.status == 0, run.stderr
+    written, original = load_checkpoint(tmp_path / "back.pth"), load_checkpoint(checkpoint)
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name].float()) for name in written)
+
+
+@pytest.mark.parametrize("args", [["--read", "missing", "--output", "b.pth"], ["--read", "missing"], ["."]])
+def test_bad_options_are_one_line(tmp_path, args):
+    (tmp_path / "something").write_text("x")
+    run = run_script("main_export.py", *args, "--quick", cwd=tmp_path)
+    assert run.status == 2
+    assert run.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["something"]
