@@ -138,7 +138,9 @@ def import_folder(folder, model_class=GPTlite):
             for kind in ("weight", "bias"):
                 state[f"blocks.{layer}.{ours}.{kind}"] = opt[f"{prefix}layers.{layer}.{theirs}.{kind}"]
     if all(name in kept for name in BIASES):
-        biases = {name: torch.tensor(json.loads(kept[name])).to(state[name]) for name in BIASES}
+        biases = {
+            name: torch.tensor(json.loads(kept[name]), dtype=torch.float64).to(state[name]) for name in BIASES
+        }
         folded = fold_output_bias(state["fc_out.weight"], biases["fc_out.bias"], biases["ln.bias"])  # [E]
         rounding = 4 * torch.finfo(state["ln.bias"].dtype).eps * folded.abs().max()
         if (folded - state["ln.bias"].double()).abs().max() <= rounding:  # still the weights as written
