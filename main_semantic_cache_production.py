@@ -20,16 +20,8 @@ from collections import Counter
 import faiss
 import numpy as np
 
-from main_semantic_cache import (
-    ROUNDING,
-    SemanticCache,
-    TextTooLong,
-    choose_threshold,
-    load_pairs,
-    same_details,
-    sentence_transformer_embedder,
-    unit_vectors,
-)
+from main_semantic_cache import ROUNDING, SemanticCache, TextTooLong, unit_vectors
+from main_semantic_confirmation import same_details
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;     -- a killed process loses nothing it committed,
@@ -168,31 +160,6 @@ class ProductionSemanticCache(SemanticCache):
         self.db.close()
 
 
-# ---- A stream of questions ----
-
-
-def meanings(pairs):
-    """{question: the question that stands for all with its answer}, from the pairs with the same answer."""
-    meaning = {text: text for pair in pairs for text in (pair.query, pair.other)}
-    for pair in pairs:
-        if pair.same:
-            one, other = meaning[pair.query], meaning[pair.other]
-            meaning.update({text: one for text, group in meaning.items() if group == other})
-    return meaning
-
-
-def zipf_stream(meaning, n_queries, seed):
-    """Questions as users ask them: the r-th most wanted answer comes with weight 1/r, in any wording."""
-    random = np.random.default_rng(seed)
-    wordings = {}
-    for text, group in meaning.items():
-        wordings.setdefault(group, []).append(text)
-    groups = random.permutation(sorted(wordings))
-    weights = 1 / np.arange(1, len(groups) + 1)
-    drawn = random.choice(groups, n_queries, p=weights / weights.sum())
-    return [wordings[group][random.integers(len(wordings[group]))] for group in drawn]
-
-
 if __name__ == "__main__":
     import os
 
@@ -203,83 +170,49 @@ if __name__ == "__main__":
 
     import inference_report as rep
     import inference_utils as utils
+    from data.query_pairs import load_pairs, meanings, zipf_stream
     from data.shakespeare import get_shakespeare_data
     from gptlite import get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_KVCache
     from main_kvcache import generate_kvcache
+    from main_semantic_cache import STREAM_COLUMNS, THRESHOLD, replay, sentence_transformer_embedder
 
     parser = rep.options(__doc__)
-    parser.add_argument("--threshold", type=float, help="least cosine of a hit (default: from the pairs)")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="least cosine of a hit")
     parser.add_argument("--n-queries", type=rep.positive_int, default=1000, help="length of the stream")
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
     with rep.script(parser) as args, tempfile.TemporaryDirectory() as folder:
-        p, dev, quick = get_gptlite_model_parameters(), args.device, args.quick
-        SemanticCache(None, args.threshold or 0.0)  # refuses what is no cosine before anything is loaded
+        p, dev, quick, threshold = get_gptlite_model_parameters(), args.device, args.quick, args.threshold
+        SemanticCache(None, threshold)  # refuses what is no cosine before anything is loaded
         n_queries, n_tokens = (min(args.n_queries, 150), 8) if quick else (args.n_queries, args.n_tokens)
         vocab_size, _, _, encode, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         embed = sentence_transformer_embedder(device=dev)
-        tuning, test = load_pairs()  # the threshold comes from other topics than the stream
-        a, b = (unit_vectors(embed([pair[column] for pair in tuning])) for column in (3, 4))  # [n, d]
-        labels = np.array([(pair.same, same_details(pair.query, pair.other)) for pair in tuning])  # [n, 2]
-        chosen = choose_threshold((a * b).sum(axis=1), labels[:, 0], 0.95, labels[:, 1])
-        threshold = args.threshold if args.threshold is not None else 1.0 if chosen is None else chosen
-        meaning = meanings(test)
+        meaning = meanings(load_pairs()[1])  # other topics than those the threshold was chosen on
         stream = zipf_stream(meaning, n_queries, args.seed)
         prompt, T = torch.tensor([encode(stream[0])], device=dev), len(stream[0])  # [1, T]
-        answer_ms = utils.median_ms(
-            lambda: generate_kvcache(model, prompt, n_tokens, p.seqlen), args.repeats, dev
-        )
-        columns = {
-            "hit_rate": ("hits", "{:.1%}"),
-            "exact_rate": ("exact", "{:.1%}"),
-            "wrong_per_thousand": ("wrong/1000", "{:.1f}"),
-            "latency_ms": ("mean ms", "{:.1f}"),
-            "hit_p50_ms": ("hit p50 ms", "{:.2f}"),
-            "hit_p99_ms": ("hit p99 ms", "{:.2f}"),
-            "time_saved": ("time saved", "{:.1%}"),
-        }
+        run = (model, prompt, n_tokens, p.seqlen)
+        answer_ms = utils.median_ms(lambda: generate_kvcache(*run), args.repeats, dev)
         sizes = {"batch_size": 1, "prompt_len": T, "n_tokens": n_tokens, "threshold": threshold}
-        report = rep.Report(args, "semantic cache, production", model, columns, n_queries=n_queries, **sizes)
+        sizes["n_queries"] = n_queries
+        report = rep.Report(args, "semantic cache, production", model, STREAM_COLUMNS, **sizes)
 
-        # The stream through every cache; a miss costs the model's time for an answer
-        answers, path = {}, os.path.join(folder, "cache.sqlite")
-
-        def exact_match(query, generate_fn):
-            hit = query in answers
-            return answers.setdefault(query, None if hit else generate_fn(query)), float(hit), hit
-
+        # The stream; a miss costs the model's time for an answer
+        path = os.path.join(folder, "cache.sqlite")
         production = ProductionSemanticCache(embed, threshold, path)
         caches = {
             "no cache": lambda query, generate_fn: (generate_fn(query), 0.0, False),
-            "exact match": exact_match,
-            "semantic": SemanticCache(embed, threshold),
             "semantic, confirmed": SemanticCache(embed, threshold, same_details),
             "production": production,
         }
         embed(stream[0])  # warm-up
-        rows = {}
-        for name, cache in caches.items():
-            hit_ms, miss_ms, n_wrong = [], [], 0
-            for query in stream:
-                with utils.Timer(dev) as timer:
-                    answer, _, hit = cache(query, meaning.get)  # what all questions of a meaning share
-                (hit_ms if hit else miss_ms).append(timer.ms)
-                n_wrong += answer != meaning[query]
-            latency_ms = (sum(hit_ms) + sum(miss_ms) + answer_ms * len(miss_ms)) / n_queries
-            rows[name] = {
-                "hit_rate": len(hit_ms) / n_queries,
-                "exact_rate": production.counts["exact"] / n_queries if cache is production else None,
-                "wrong_per_thousand": 1000 * n_wrong / n_queries,
-                "latency_ms": latency_ms,
-                "hit_p50_ms": utils.percentile(hit_ms, 50) if hit_ms else None,
-                "hit_p99_ms": utils.percentile(hit_ms, 99) if hit_ms else None,
-                "time_saved": 1 - latency_ms / answer_ms if hit_ms else None,
-            }
-            same = True if name in ("no cache", "exact match") else "approximate"
-            report.row(name, baseline=name == "no cache", same_output=same, **rows[name])
-        wrong = {name: row["wrong_per_thousand"] for name, row in rows.items()}
-        report.check("exact match serves no wrong answer", wrong["no cache"] == wrong["exact match"] == 0)
+        rows = {name: replay(cache, stream, meaning, answer_ms) for name, cache in caches.items()}
+        rows["production"]["exact_rate"] = production.counts["exact"] / n_queries
+        for name, row in rows.items():
+            same = True if name == "no cache" else "approximate"
+            report.row(name, baseline=same is True, same_output=same, **row)
+        row, first = rows["production"], rows["semantic, confirmed"]
+        report.check("it hits as often as the first class, confirmed", row["hit_rate"] == first["hit_rate"])
 
         # What a service relies on
         n_stored, n_vectors = len(production), sum(index.ntotal for index in production.indexes.values())
@@ -294,9 +227,7 @@ if __name__ == "__main__":
         report.check("after a restart every stored answer is found", all(same) and len(same) == n_stored)
         scopes = [("", "", None), ("tenant B",), ("", "other model"), ("", "", {"temperature": 0.7})]
         found = [reopened(stream[0], str, *scope)[2] for scope in scopes]
-        report.check(
-            "no answer crosses tenants, models or sampling parameters", found == [True] + 3 * [False]
-        )
+        report.check("no answer crosses tenants, models or sampling", found == [True] + 3 * [False])
         now[0] += reopened.ttl_seconds + 1
         report.check("nothing is served after it has expired", not reopened(stream[0], str)[2])
         left = len(reopened), sum(index.ntotal for index in reopened.indexes.values())
@@ -308,28 +239,18 @@ if __name__ == "__main__":
             n_hits = sum(small(query, meaning.get)[2] for query in stream)
             lines.append({"capacity": capacity, "entries": len(small), "hit rate": n_hits / n_queries})
             small.close()
-        report.check(
-            "no cache exceeds its capacity", all(line["entries"] <= line["capacity"] for line in lines)
-        )
+        report.check("no cache exceeds its capacity", all(x["entries"] <= x["capacity"] for x in lines))
         report.sweep("Hit rate over the capacity, least recently used out", lines)
 
         limits = rep.measure_ceilings(dev, args.dtype)
         steps = [(T, 0), *((1, n_past) for n_past in range(T, T + n_tokens - 1))]
         costs = [rep.forward_cost(p, vocab_size, 1, *step, args.dtype) for step in steps]
         least = sum(rep.lower_bound_ms(cost, limits) for cost in costs)
-        row = rows["production"]
         cache_ms = row["latency_ms"] - answer_ms * (1 - row["hit_rate"])
         report.why(
             f"An answer takes the stand-in {answer_ms:.0f} ms (at least {least:.0f} ms here, share reached "
             f"{rep.share_of(least, answer_ms)}), the cache {cache_ms:.1f} ms a question: it pays above "
             f"{cache_ms / answer_ms:.1%} hits. Every miss is charged the model's time."
-        )
-        found = {name: f"{row['hit_rate']:.0%}" for name, row in rows.items()}
-        report.why(
-            f"Exact match finds {found['exact match']} and is never wrong. Meaning finds {found['semantic']} "
-            f"({found['semantic, confirmed']} when confirmed) and serves {wrong['semantic']:.0f} "
-            f"({wrong['semantic, confirmed']:.0f}) wrong answers of 1000. Traps are many among these "
-            "questions: measure on your own before you trust a rate."
         )
         report.why(
             f"The hash in front serves {row['exact_rate']:.0%} without the encoder. An entry takes "

@@ -1,7 +1,8 @@
-"""A stored prefix against prompts computed in full; the store of chats against a search by hand."""
+"""A stored prefix against prompts computed in full, and what its reuse must never do."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,15 +12,14 @@ from gptlite_kvcache import GPTlite_KVCache
 from inference_utils import StepClock
 from main_kvcache import generate, generate_kvcache
 from main_prefix_cache import (
-    PrefixStore,
-    cache_bytes,
     cache_length,
     common_length,
     compute_prefix_cache,
     cut_cache,
     expand_cache,
     generate_with_prefix,
-    generate_with_store,
+    match_prefix,
+    wrong_reuse,
 )
 
 CONTEXT = 16
@@ -33,17 +33,6 @@ def no_gradients():
 
 def tensors(kv_cache):
     return [t for kv in kv_cache for t in kv]
-
-
-def store_of(*sequences, capacity_bytes=10**9):
-    """A store with the caches of these token sequences; its model is tiny_model's."""
-    store = PrefixStore(capacity_bytes)
-    for tokens in sequences:
-        store.put(tokens, compute_prefix_cache(tiny_model(GPTlite_KVCache), torch.tensor([tokens])))
-    return store
-
-
-BYTES = 2 * 2 * 2 * 16 * 8  # of a token: layers, k and v, heads, head size, float64
 
 
 # One prefix for many requests
@@ -107,8 +96,6 @@ def test_what_exceeds_the_context_is_refused_with_the_sizes(sizes):
         assert str(number) in str(error.value)
     with pytest.raises(ValueError, match="17"):
         compute_prefix_cache(model, random_tokens(1, 17))
-    with pytest.raises(ValueError, match="more than the context of 16"):
-        generate_with_store(model, PrefixStore(10**6), random_tokens(1, 12), 5, CONTEXT)
 
 
 def test_empty_prefix_and_empty_request():
@@ -120,92 +107,9 @@ def test_empty_prefix_and_empty_request():
     stored = compute_prefix_cache(model, request)
     with pytest.raises(ValueError, match="empty"):
         generate_with_prefix(model, stored, request[:, :0], 4, CONTEXT)
-    with pytest.raises(ValueError, match="empty"):
-        generate_with_store(model, PrefixStore(10**6), request[:, :0], 4, CONTEXT)
 
 
-# The store
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=5), st.data())
-def test_longest_common_beginning_wins(sequences, data):
-    tokens = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-    store = store_of(*sequences)
-    n, kv_cache = store.match(tokens)
-    by_hand = [k for s in sequences for k in range(len(s) + 1) if s[:k] == tokens[:k] and k < len(tokens)]
-    assert n == max(by_hand, default=0)
-    assert cache_length(kv_cache) == n
-    if n:
-        expected = compute_prefix_cache(tiny_model(GPTlite_KVCache), torch.tensor([tokens[:n]]))
-        assert_close(tensors(kv_cache), tensors(expected))
-    keys = list(store.entries)
-    assert not any(a != b and b[: len(a)] == a for a in keys for b in keys), "one entry contains another"
-    assert store.n_bytes == sum(map(cache_bytes, store.entries.values())) == BYTES * sum(map(len, keys))
-
-
-def test_an_early_difference_must_miss():
-    store = store_of([1, 2, 3, 4, 5])
-    assert store.match([9, 2, 3, 4, 5, 6]) == (0, None)
-    assert store.match([1, 9, 3, 4, 5, 6])[0] == 1
-    assert store.match([1, 2, 3, 4, 5, 6])[0] == 5
-    assert PrefixStore(0).match([1, 2]) == (0, None)
-
-
-def test_wrong_reuse_changes_the_logits():
-    """What the comparison of all token ids prevents: one early token differs, the rest is equal."""
-    model, tokens = tiny_model(GPTlite_KVCache), random_tokens(1, 12)
-    changed = tokens.clone()
-    changed[0, 1] = (tokens[0, 1] + 1) % 16
-    wrong = model(changed[:, 8:], compute_prefix_cache(model, tokens[:, :8]))[0][:, -1]
-    right = model(changed)[0][:, -1]
-    assert (wrong - right).abs().max() > 1e-3
-    n, kv_cache = store_of(tokens[0, :8].tolist()).match(changed[0].tolist())
-    assert n == 1
-    assert_close(model(changed[:, n:], kv_cache)[0][:, -1], right)
-
-
-def test_a_stored_prompt_still_computes_its_last_token():
-    prompt = random_tokens(1, 7)
-    model, store = tiny_model(GPTlite_KVCache), store_of(prompt[0].tolist())
-    with StepClock(model) as clock:
-        tokens, n_hit = generate_with_store(model, store, prompt, 3, CONTEXT)
-    assert n_hit == 6 and clock.forward_tokens == 3  # the last of the prompt, two of the three new ones
-    assert torch.equal(tokens, generate_kvcache(model, prompt, 3, CONTEXT))
-    one = random_tokens(1, 1)
-    assert generate_with_store(model, store_of(one[0].tolist()), one, 2, CONTEXT)[1] == 0
-
-
-def test_zero_new_tokens_store_nothing():
-    model, store = tiny_model(GPTlite_KVCache), PrefixStore(10**6)
-    prompt = random_tokens(1, 5)
-    tokens, n_hit = generate_with_store(model, store, prompt, 0, CONTEXT)
-    assert torch.equal(tokens, prompt) and n_hit == 0 and not store.entries
-
-
-def test_least_recently_used_leaves_and_capacity_holds():
-    model = tiny_model(GPTlite_KVCache)
-    a, b, c, long = [1, 2, 3], [2, 3, 4], [3, 4, 5], [4] * 7
-    store = store_of(a, b, capacity_bytes=6 * BYTES)
-    assert store.n_bytes == 6 * BYTES and store.n_evicted == 0
-    store.match([*a, 0])  # a is now the more recent one
-    store.put(c, compute_prefix_cache(model, torch.tensor([c])))
-    assert list(store.entries) == [tuple(a), tuple(c)] and store.n_evicted == 1
-    assert store.match([*b, 0]) == (0, None)
-    store.put(long, compute_prefix_cache(model, torch.tensor([long])))  # larger than the room: not stored
-    assert list(store.entries) == [tuple(a), tuple(c)] and store.n_bytes == 6 * BYTES
-    store.put([*c, 1], compute_prefix_cache(model, torch.tensor([[*c, 1]])))  # takes the place of c, a leaves
-    assert list(store.entries) == [(*c, 1)] and store.n_bytes == 4 * BYTES
-    store.put(c, compute_prefix_cache(model, torch.tensor([c])))  # contained already
-    assert list(store.entries) == [(*c, 1)]
-
-
-def test_put_refuses_what_does_not_fit_together():
-    model = tiny_model(GPTlite_KVCache)
-    kv_cache = compute_prefix_cache(model, random_tokens(1, 4))
-    with pytest.raises(ValueError, match="3 tokens"):
-        PrefixStore(10**6).put([1, 2, 3], kv_cache)
-    with pytest.raises(ValueError, match="batch 1"):
-        PrefixStore(10**6).put([1, 2, 3, 4], expand_cache(kv_cache, 2))
+# What may be reused
 
 
 def test_common_length_and_cut():
@@ -219,23 +123,47 @@ def test_common_length_and_cut():
     assert cache_length(cut_cache(kv_cache, 3)) == 3
 
 
-@given(st.integers(1, 3), st.integers(0, 4), st.integers(0, 99), st.booleans())
-def test_chats_in_turns_equal_chats_without_reuse(n_chats, n_tokens, seed, small):
-    """All turns through one store, in a full-sized and in a thrashing one, against the uncached model."""
-    plain, model = tiny_model(GPTlite), tiny_model(GPTlite_KVCache)
-    store = PrefixStore(7 * BYTES if small else 10**9)
-    histories = [random_tokens(1, 3, 1000)] * n_chats
-    for turn in range(2):
-        for i in range(n_chats):
-            message = random_tokens(1, 2, seed + 10 * turn + i)
-            prompt = torch.cat([histories[i], message], dim=1)
-            with StepClock(model) as clock:
-                histories[i], n_hit = generate_with_store(model, store, prompt, n_tokens, CONTEXT)
-            assert torch.equal(histories[i], generate(plain, prompt, n_tokens, CONTEXT))
-            assert clock.forward_tokens == (prompt.shape[1] - n_hit + n_tokens - 1 if n_tokens else 0)
-            assert store.n_bytes <= store.capacity_bytes
-            if not small and turn and n_tokens:  # all but the newest answer's last token and the message
-                assert n_hit >= prompt.shape[1] - 3
+@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), min_size=1, max_size=9))
+def test_match_is_the_longest_common_beginning(stored, tokens):
+    """And never the whole prompt: one token at least is computed."""
+    model = tiny_model(GPTlite_KVCache)
+    stored_cache = compute_prefix_cache(model, torch.tensor([stored], dtype=torch.int64))
+    n, kv_cache = match_prefix(tokens, stored, stored_cache)
+    assert n == max(k for k in range(len(tokens)) if stored[:k] == tokens[:k])
+    assert cache_length(kv_cache) == n
+    logits = model(torch.tensor([tokens[n:]]), kv_cache)[0][:, -1]
+    assert_close(logits, model(torch.tensor([tokens]))[0][:, -1])
+
+
+def test_wrong_reuse_changes_the_logits():
+    """What the comparison of all token ids prevents: one early token differs, the rest is equal."""
+    model, tokens = tiny_model(GPTlite_KVCache), random_tokens(1, 12)
+    changed = tokens.clone()
+    changed[0, 1] = (tokens[0, 1] + 1) % 16
+    wrong = model(changed[:, 8:], compute_prefix_cache(model, tokens[:, :8]))[0][:, -1]
+    right = model(changed)[0][:, -1]
+    assert (wrong - right).abs().max() > 1e-3
+    stored = compute_prefix_cache(model, tokens[:, :8])
+    n, kv_cache = match_prefix(changed[0].tolist(), tokens[0, :8].tolist(), stored)
+    assert n == 1
+    assert_close(model(changed[:, n:], kv_cache)[0][:, -1], right)
+
+
+def test_wrong_reuse_by_hand():
+    """KL over the positions behind the prefix, and none where the prefix is the right one."""
+    model, prompts = tiny_model(GPTlite_KVCache), random_tokens(3, 12)
+    prompts[:, :8] = prompts[0, :8].clone()
+    stored = compute_prefix_cache(model, prompts[:1, :8])
+    kl, changed = wrong_reuse(model, prompts, stored)
+    assert abs(kl) < 1e-5 and changed == 0
+    asked = prompts.clone()
+    asked[:, 1] = (prompts[:, 1] + 1) % 16
+    kl, changed = wrong_reuse(model, asked, stored)
+    right = F.softmax(model(asked)[0][:, 8:], dim=-1)  # [3, 4, V]
+    guess = F.softmax(model(prompts)[0][:, 8:], dim=-1)
+    by_hand = (right * (right / guess).log()).sum(dim=-1).mean().item()
+    assert kl == pytest.approx(by_hand, rel=1e-4) and kl > 0
+    assert changed == pytest.approx((right.argmax(-1) != guess.argmax(-1)).double().mean().item())
 
 
 # The script
@@ -256,13 +184,6 @@ def test_script(checkpoint, tmp_path):
         n_sequences = int(batch.split()[1])
         assert without["forward_tokens"] - reused["forward_tokens"] == 180 * n_sequences
         assert reused["stored_mb"] == pytest.approx(180 * 18_432 / 1e6)
-    chats = [rows[f"chat: {name}"] for name in ("no reuse", "system prompt", "whole history")]
-    shares = [chat["hit_share"] for chat in chats]
-    assert shares[0] == 0 and shares == sorted(set(shares))
-    computed = [chat["forward_tokens"] for chat in chats]
-    assert computed == sorted(set(computed), reverse=True)
-    half = rows["chat: history, half the room"]
-    assert half["n_evicted"] > 0 and half["stored_mb"] < chats[-1]["stored_mb"]
     wrong = next(lines for title, lines in run.json["sweeps"].items() if "differs" in title)
     assert all(line["KL (nats)"] > 0 for line in wrong) and wrong[0]["reusable"] == 8
 

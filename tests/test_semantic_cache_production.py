@@ -1,0 +1,274 @@
+"""The semantic cache for a service: against the first class, against a list searched by hand, killed."""
+
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+
+import faiss
+import pytest
+from helpers import ROOT, run_script
+from hypothesis import given
+from hypothesis import strategies as st
+from test_semantic_cache import Model, cosine, embed, never
+
+from main_semantic_cache import SemanticCache, unit_vectors
+from main_semantic_cache_production import ProductionSemanticCache
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(**kwargs): a production cache on one file, closed at the end; the clock is make.clock."""
+    opened = []
+
+    def open_cache(**kwargs):
+        defaults = {"confirm": None, "clock": open_cache.clock, "ttl_seconds": 100}
+        cache = ProductionSemanticCache(embed, cosine(15), tmp_path / "cache.sqlite", **(defaults | kwargs))
+        opened.append(cache)
+        return cache
+
+    open_cache.clock, open_cache.path = Clock(), tmp_path / "cache.sqlite"
+    yield open_cache
+    for cache in opened:
+        cache.close()
+
+
+def assert_consistent(cache):
+    """The file and the indexes hold the same ids."""
+    in_file = cache.db.execute("SELECT id FROM entries WHERE vector IS NOT NULL").fetchall()
+    in_indexes = [faiss.vector_to_array(index.id_map).tolist() for index in cache.indexes.values()]
+    assert sorted(i for ids in in_indexes for i in ids) == sorted(i for (i,) in in_file)
+
+
+def test_production_serves_as_the_first_class_does(make):
+    queries = [f"{letter} {angle}" for letter in "ab" for angle in (0, 10, 40, 20, 180, 44, 0)]
+    first, second = SemanticCache(embed, cosine(15)), make()
+    for query in queries:
+        answer, similarity, hit = first(query, str.upper)
+        found = second(query, str.upper)
+        assert (found[0], found[2]) == (answer, hit)
+        assert found[1] == pytest.approx(similarity, abs=1e-6)
+        assert_consistent(second)
+
+
+def test_exact_layer_needs_no_encoder(make):
+    calls = []
+
+    def counting(text):
+        calls.append(text)
+        return embed(text)
+
+    cache = make()
+    cache.embed_fn = counting
+    cache("a 0", str.upper)
+    assert cache("a 0", never) == ("A 0", 1.0, True) and calls == ["a 0"]
+    assert cache("b 1", never)[2] and calls == ["a 0", "b 1"]
+    assert cache.counts == {"miss": 1, "exact": 1, "semantic": 1}
+
+
+def test_nothing_crosses_the_scope(make):
+    cache = make()
+    scopes = [
+        {},
+        {"tenant": "A"},
+        {"tenant": "B"},
+        {"model": "m"},
+        {"sampling": {"temperature": 0.5, "top_k": 3}},
+    ]
+    for i, scope in enumerate(scopes):
+        for query in ("a 0", "b 3"):  # neither by its hash nor by its meaning
+            answer, _, hit = cache(query, lambda query, i=i: f"answer of {i}", **scope)
+            assert (answer, hit) == (f"answer of {i}", query == "b 3")
+    assert cache("a 0", never, sampling={"top_k": 3, "temperature": 0.5})[0] == "answer of 4"
+    other = make(embedder="another encoder")
+    assert other("a 0", lambda query: "new") == ("new", 0.0, False)
+
+
+def test_entries_expire(make):
+    cache = make()
+    cache("a 0", str.upper)
+    make.clock.now = 60
+    cache("c 90", str.upper)
+    make.clock.now = 99.9
+    assert cache("a 0", never)[2] and cache("b 5", never)[2]  # a hit does not prolong the life
+    make.clock.now = 100
+    assert not cache("b 5", Model())[2] and len(cache) == 2
+    assert cache("c 91", never)[2]
+    assert_consistent(cache)
+    make.clock.now = 1000
+    assert len(make()) == 0  # what expired while nobody looked
+
+
+def test_ids_do_not_shift(make):
+    """Case SC-4: three entries, the first leaves, the third still gets its own answer."""
+    cache, model = make(capacity=2), Model()
+    for text in ("a 0", "b 60", "c 120"):
+        cache(text, model)
+    assert cache("c 121", never)[0] == "3: c 120"
+    assert cache("b 61", never)[0] == "2: b 60"
+    assert len(cache) == 2
+    assert not cache("a 1", model)[2]
+    assert_consistent(cache)
+
+
+def test_least_recently_used_leaves(make):
+    cache = make(capacity=2)
+    cache("a 0", str.upper)
+    cache("b 60", str.upper)
+    cache("a 1", never)  # a semantic hit is a use
+    cache("c 120", str.upper)
+    assert cache("a 0", never)[2] and not cache("b 60", str.upper)[2]
+    assert not cache("c 120", str.upper)[2]  # an exact hit of a was the later use
+    assert_consistent(cache)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 11), st.sampled_from("AB"), st.integers(0, 40)), max_size=30),
+    st.integers(1, 5),
+)
+def test_against_a_list_that_is_searched_by_hand(requests, capacity):
+    """Random questions, tenants and waits: capacity, expiry and scope together, and the file reopened."""
+    clock = Clock()
+    cache = ProductionSemanticCache(
+        embed, cosine(15), ":memory:", None, capacity=capacity, ttl_seconds=100, clock=clock
+    )
+    entries = []  # [angle, tenant, answer, expires], least recently used first
+    for i, (step, tenant, wait) in enumerate(requests):
+        clock.now += wait
+        angle = 25 * step
+        entries = [entry for entry in entries if entry[3] > clock.now]
+        found = next(
+            (e for e in entries if e[1] == tenant and e[0] == angle), None
+        )  # others: 25 degrees away
+        answer, _, hit = cache(f"q {angle}", lambda query, i=i: str(i), tenant)
+        assert hit == (found is not None) and answer == (found[2] if found else str(i))
+        if found:
+            entries.remove(found)
+        entries.append(found or [angle, tenant, str(i), clock.now + 100])
+        entries = entries[-capacity:]
+        assert len(cache) == len(entries)
+        assert_consistent(cache)
+    cache.close()
+
+
+def test_what_the_encoder_would_cut_is_found_by_its_hash_alone(make):
+    """Case SC-5."""
+    long_text, model = 40 * "the same beginning " + "1", Model()
+    other = long_text[:-1] + "2"
+    first = SemanticCache(embed, 0.5)
+    assert [first(text, model)[2] for text in (long_text, other, long_text)] == [False] * 3
+    assert first.index is None
+    cache = make()
+    assert [cache(text, model)[2] for text in (long_text, other, long_text)] == [False, False, True]
+    assert make()(long_text, never)[2] and len(cache) == 2
+    assert_consistent(cache)
+
+
+def test_reopened_file(make):
+    cache, model = make(), Model()
+    for text in ("a 0", "b 60", "c 120"):
+        cache(text, model, "tenant")
+    cache.close()
+    cache = make(capacity=2)  # a smaller room now
+    assert len(cache) == 2 and not cache("a 1", model, "tenant")[2]
+    assert cache("c 121", never, "tenant")[0] == "3: c 120"
+    assert_consistent(cache)
+
+
+def test_two_processes_on_one_file(make):
+    """Each has its own indexes; what the other removed is no answer, what it stored is found by its hash."""
+    one, two = make(), make()
+    one("a 0", str.upper)
+    assert two("a 0", never)[2] and not two("b 5", str.upper)[2]
+    one.remove("query = ?", "a 0")
+    assert one("b 5", never)[2]
+    two.add_to_index(10**6, next(iter(two.indexes)), unit_vectors(embed("z 90")))  # as if one had removed it
+    assert two("z 90", str.upper) == ("Z 90", pytest.approx(1.0), False)
+
+
+def test_answer_stored_by_the_model_itself(make):
+    cache = make()
+    answer, _, hit = cache("a 0", lambda query: cache(query, str.upper)[0] + "!")
+    assert (answer, hit) == ("A 0!", False)
+    assert cache("a 0", never)[0] == "A 0!" and len(cache) == 1
+    assert_consistent(cache)
+
+
+@pytest.mark.parametrize("damage", ["text", "folder", "schema"])
+def test_file_that_is_no_database_is_refused(tmp_path, damage):
+    path = tmp_path / "cache.sqlite"
+    if damage == "text":
+        path.write_text("no database " * 100)
+    elif damage == "folder":
+        path.mkdir()
+    else:
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE entries (something TEXT)")
+        db.close()
+    with pytest.raises(ValueError, match="cannot serve"):
+        ProductionSemanticCache(embed, 0.9, path)
+
+
+@pytest.mark.parametrize("kwargs", [{"capacity": 0}, {"ttl_seconds": 0}, {"ttl_seconds": math.nan}])
+def test_sizes_must_be_positive(make, kwargs):
+    with pytest.raises(ValueError, match="positive"):
+        make(**kwargs)
+
+
+def test_every_answer_given_before_a_kill_is_there_after_it(make):
+    """The process is killed while it stores one entry after the other."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from main_semantic_cache_production import ProductionSemanticCache
+        from test_semantic_cache import embed
+        cache = ProductionSemanticCache(embed, 1.0, sys.argv[1], clock=lambda: 0.0)
+        for i in range(10**6):
+            print(cache(f"q{i} {i % 3600 / 10}", str.upper, "tenant")[0], flush=True)
+        """
+    )
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(make.path)], stdout=subprocess.PIPE, text=True, env=env
+    )
+    answers = [child.stdout.readline().strip() for _ in range(20)]
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    cache = make(clock=lambda: 0.0)
+    assert cache.db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert all(answers) and len(cache) >= 20
+    for answer in answers:
+        assert cache(answer.lower(), never, "tenant") == (answer, 1.0, True)
+    assert_consistent(cache)
+
+
+def test_script(checkpoint):
+    options = ["--quick", "--repeats", "1", "--json", "-"]
+    run = run_script("main_semantic_cache_production.py", *options, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr
+    assert run.json["checks"] and all(run.json["checks"].values())
+    rows = {row["method"]: row for row in run.json["rows"]}
+    assert list(rows) == ["no cache", "semantic, confirmed", "production"]
+    assert rows["no cache"]["hit_rate"] == rows["no cache"]["wrong_per_thousand"] == 0
+    assert rows["production"]["hit_rate"] == rows["semantic, confirmed"]["hit_rate"]
+    assert rows["production"]["wrong_per_thousand"] == rows["semantic, confirmed"]["wrong_per_thousand"]
+    assert 0 < rows["production"]["exact_rate"] <= rows["production"]["hit_rate"]
+    assert all(rows[name]["approximate"] for name in ("semantic, confirmed", "production"))
+    hit_rates = [line["hit rate"] for line in next(iter(run.json["sweeps"].values()))]
+    assert hit_rates == sorted(hit_rates)
+
+
+def test_bad_option_is_one_line():
+    run = run_script("main_semantic_cache_production.py", "--quick", "--threshold", "nan")
+    assert run.status == 2 and run.stdout == ""
+    assert len(run.stderr.strip().splitlines()) == 1 and "nan" in run.stderr
