@@ -41,8 +41,8 @@ def grouped_attention(Q, K, V, causal_mask=True, dropout=None, scale=None):
     G, Sk = K.shape[1:3]
     scale = 1 / math.sqrt(D) if scale is None else scale
     # heads of a group are consecutive, so their queries are already the rows of one matrix
-    Q = Q.reshape(B, G, H // G * Sq, D)  # [B, G, H/G*Sq, D]
-    scores = Q @ K.transpose(-2, -1) * scale  # [B, G, H/G*Sq, Sk]
+    Q = Q.reshape(B, G, H // G * Sq, D) * scale  # [B, G, H/G*Sq, D]; fewer numbers to scale than scores
+    scores = Q @ K.transpose(-2, -1)  # [B, G, H/G*Sq, Sk]
     scores = scores.reshape(B, H, Sq, Sk)  # the same numbers by head, where masks and softmax apply
     if isinstance(causal_mask, torch.Tensor):
         scores = scores.masked_fill(~causal_mask, float("-inf"))

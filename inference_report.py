@@ -406,3 +406,15 @@ def save_figure(figure, path):
     """Writes the figure atomically in the format that its name ends in."""
     form = Path(path).suffix.lstrip(".")
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150, format=form))
+
+
+def plot_lines(path, x, lines, xlabel, ylabel, title=""):
+    """Writes a figure with both axes logarithmic: a line for each of {label: values}, ticks at every x."""
+    figure, axes = new_figure()
+    for label, y in lines.items():
+        axes.plot(x, y, marker="o", label=label)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale="log", yscale="log")
+    axes.set_xticks(x, x, minor=False)
+    axes.tick_params(axis="x", which="minor", labelbottom=False)
+    axes.legend()
+    save_figure(figure, path)

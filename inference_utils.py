@@ -299,15 +299,20 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
     return results
 
 
+def alternating_ms(functions, repeats=5, device=device):
+    """Median time in ms of each of {name: function}, called in alternation after one warm-up call each."""
+    times = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name, function in functions.items():
+            with Timer(device) as timer:
+                function()
+            times[name].append(timer.ms)
+    return {name: statistics.median(ms[1:]) for name, ms in times.items()}
+
+
 def median_ms(function, repeats=5, device=device):
     """Median time of function() in ms after one warm-up call."""
-    function()
-    times = []
-    for _ in range(repeats):
-        with Timer(device) as timer:
-            function()
-        times.append(timer.ms)
-    return statistics.median(times)
+    return alternating_ms({"": function}, repeats, device)[""]
 
 
 # ---- Memory ----
@@ -436,6 +441,27 @@ def cached_logits(model, tokens, prompt_len):
     return torch.cat(rows, dim=1), cache
 
 
+@torch.no_grad()
+def served_as_alone(model, outputs, requests, margin=0.0):
+    """Whether every request got what it gets alone; one forward tells for a whole output.
+
+    An output is right if each token of the answer is the model's choice after all tokens before it.
+
+    Args: model: token ids [B, T] -> logits [B, T, V]; outputs: list of [T + n_tokens], within the context;
+        margin: a token may fall this much behind the best logit, which rounding may decide either way.
+    """
+    for output, (prompt, n_tokens) in zip(outputs, requests, strict=True):
+        T = len(prompt)
+        if len(output) != T + n_tokens or not torch.equal(output[:T], prompt):
+            return False
+        if n_tokens > 0:
+            logits = model(output[None, :-1])[0, T - 1 :]  # [n, V]
+            chosen = logits.gather(-1, output[T:, None])[:, 0]  # [n]
+            if not (logits.amax(dim=-1) - chosen <= margin).all():  # so written, a NaN is no success
+                return False
+    return True
+
+
 # ---- Training ----
 
 
@@ -510,4 +536,17 @@ def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="tr
         losses.append(loss.item())
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
     model.eval()
+    return losses
+
+
+def uptrained_losses(model, train_data, valid_data, n_windows, n_steps, *how):
+    """Validation loss of a model as it is and after train_steps(model, train_data, n_steps, *how).
+
+    Returns: {"valid_loss", "uptrained_loss"} in nats per token over n_windows windows, the second only if
+        there are steps. The model is changed.
+    """
+    losses = {"valid_loss": validation_loss(model, valid_data, n_windows)}
+    if n_steps:
+        train_steps(model, train_data, n_steps, *how)
+        losses["uptrained_loss"] = validation_loss(model, valid_data, n_windows)
     return losses

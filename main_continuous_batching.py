@@ -77,7 +77,7 @@ if __name__ == "__main__":
     from gptlite import GPTlite, get_gptlite_model_parameters
     from gptlite_slots import GPTlite_Slots
     from main_kvcache import generate
-    from main_static_batching import expected_longest, make_requests, served_as_alone, static_batching
+    from main_static_batching import expected_longest, make_requests, static_batching
 
     parser = rep.options(__doc__, repeats=2)
     parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="slots of the batch")
@@ -130,7 +130,9 @@ if __name__ == "__main__":
             results |= utils.measure(methods[1:], n_tokens[1], args.repeats)
             for (name, (serve, m, served)), total in zip(jobs.items(), n_tokens, strict=True):
                 outputs, n_steps = results[name].output
-                same = served_as_alone(model, outputs, served, max(1e-3, 2 * utils.TOLERANCE[args.dtype]))
+                same = utils.served_as_alone(
+                    model, outputs, served, max(1e-3, 2 * utils.TOLERANCE[args.dtype])
+                )
                 report.check(f"{name}, {label}: each request gets the tokens it gets alone", same)
                 # the heaviest step: all slots full, with prompts if there is a cache, else with whole texts
                 heavy = sorted((len(q) + (0 if m is cached else n - 1) for q, n in served), reverse=True)[:B]

@@ -3,8 +3,8 @@
 Textbook attention writes all Sq x Sk scores to memory and reads them back several times; that traffic,
 not the arithmetic, is what it waits for. FlashAttention computes the scores tile by tile and keeps per
 query only a running maximum, a running sum and an unnormalised output, so memory grows linearly.
-Exact in all its forms here, up to rounding: PyTorch's fused attention (SDPA) in GPTlite, and the
-algorithm from scratch in plain PyTorch, with the backward pass that recomputes the scores.
+Exact in both forms here, up to rounding: PyTorch's fused attention (SDPA) in GPTlite, and the algorithm
+from scratch in plain PyTorch. Training: main_flash_attention_backward.py.
 
 Run: python main_flash_attention.py
 
@@ -12,15 +12,12 @@ Source: Dao et al., FlashAttention, 2022; Dao, FlashAttention-2, 2023 (the order
 Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """
 
-import contextlib
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptlite import MultiHeadAttention, scaled_dot_product_attention
+from gptlite import MultiHeadAttention
 
 # ---- Fused attention in the model ----
 
@@ -41,10 +38,7 @@ class MultiHeadAttention_SDPA(MultiHeadAttention):
 
 
 def use_sdpa(model):
-    """Makes a GPTlite use fused attention, in place, and returns it.
-
-    Raises ValueError for a model whose attention is another one already (with a cache, with groups).
-    """
+    """Makes a GPTlite use fused attention, in place, and returns it. ValueError for a variant of GPTlite."""
     for block in model.blocks:
         if type(block.mha) not in (MultiHeadAttention, MultiHeadAttention_SDPA):
             raise ValueError(f"use_sdpa replaces MultiHeadAttention, not {type(block.mha).__name__}")
@@ -78,73 +72,7 @@ def hide_scores(scores, causal_mask, queries, keys, diagonal):
         scores.view(hidden.shape).masked_fill_(hidden, float("-inf"))
     elif causal_mask and keys.stop - 1 > queries.start + diagonal:  # only tiles that the diagonal cuts
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        visible = visible.tril(queries.start + diagonal - keys.start)  # [tile_q, tile_k]
-        scores.masked_fill_(~visible, float("-inf"))
-
-
-class FlashAttention(torch.autograd.Function):
-    """Tiled attention with its own backward pass; flash_attention() is the function to call."""
-
-    @staticmethod
-    def forward(ctx, Q, K, V, causal_mask, tile_q, tile_k):
-        (B, H, Sq, D), Sk = Q.shape, K.shape[-2]
-        dtype = torch.promote_types(Q.dtype, torch.float32)  # sums over many keys need more than 16 bits
-        q, k, v = (t.to(dtype).flatten(0, 1) for t in (Q, K, V))  # [B*H, S, D]
-        q = q / math.sqrt(D)
-        out = q.new_empty(B * H, Sq, D)
-        lse = q.new_empty(B * H, Sq, 1)
-        is_causal = causal_mask is True
-        for queries, key_tiles in score_tiles(Sq, Sk, is_causal, tile_q, tile_k):
-            q_tile = q[:, queries]  # [B*H, tile_q, D]
-            row_max = q.new_full((*q_tile.shape[:2], 1), float("-inf"))  # [B*H, tile_q, 1]
-            row_sum = torch.zeros_like(row_max)  # of exp(score - row_max)
-            acc = torch.zeros_like(q_tile)  # output before division by row_sum, [B*H, tile_q, D]
-            for keys in key_tiles:
-                scores = torch.bmm(q_tile, k[:, keys].transpose(1, 2))  # [B*H, tile_q, tile_k]
-                hide_scores(scores, causal_mask, queries, keys, Sk - Sq)
-                new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))  # [B*H, tile_q, 1]
-                # before its first visible key a query's maximum is -inf, and -inf - -inf would be NaN
-                shift = new_max.masked_fill(new_max == float("-inf"), 0.0)
-                weights = scores.sub_(shift).exp_()  # [B*H, tile_q, tile_k]
-                rescale = torch.exp(row_max - shift)  # what the earlier tiles count under the new maximum
-                row_sum = row_sum.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
-                acc = acc.mul_(rescale).baddbmm_(weights, v[:, keys])
-                row_max = new_max
-            # a query without keys: 0 / 1 = 0 is its output, -inf + log(0) = -inf its log-sum-exp
-            out[:, queries] = acc.div_(row_sum.masked_fill(row_sum == 0.0, 1.0))
-            lse[:, queries] = row_max + row_sum.log()
-        out, lse = out.view(B, H, Sq, D).to(Q.dtype), lse.view(B, H, Sq)
-        ctx.save_for_backward(Q, K, V, out, lse)  # linear in Sq: the scores are computed again
-        ctx.options = causal_mask, is_causal, tile_q, tile_k
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out, grad_lse):
-        Q, K, V, out, lse = ctx.saved_tensors
-        causal_mask, is_causal, tile_q, tile_k = ctx.options
-        (B, H, Sq, D), Sk = Q.shape, K.shape[-2]
-        q, k, v, do, o = (t.to(lse.dtype).flatten(0, 1) for t in (Q, K, V, grad_out, out))  # [B*H, S, D]
-        q = q / math.sqrt(D)
-        no_keys = (lse == float("-inf")).view(B * H, Sq, 1)
-        lse = lse.reshape(B * H, Sq, 1).masked_fill(no_keys, 0.0)
-        # softmax couples the scores of a row only through this sum
-        delta = (do * o).sum(dim=-1, keepdim=True) - grad_lse.reshape(B * H, Sq, 1)  # [B*H, Sq, 1]
-        delta = delta.masked_fill(no_keys, 0.0)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for queries, key_tiles in score_tiles(Sq, Sk, is_causal, tile_q, tile_k):
-            for keys in key_tiles:
-                scores = torch.bmm(q[:, queries], k[:, keys].transpose(1, 2))  # [B*H, tile_q, tile_k]
-                hide_scores(scores, causal_mask, queries, keys, Sk - Sq)
-                weights = scores.sub_(lse[:, queries]).exp_()  # the softmax itself, thanks to lse
-                dv[:, keys].baddbmm_(weights.transpose(1, 2), do[:, queries])
-                d_scores = torch.bmm(do[:, queries], v[:, keys].transpose(1, 2))  # [B*H, tile_q, tile_k]
-                d_scores.sub_(delta[:, queries]).mul_(weights)
-                dq[:, queries].baddbmm_(d_scores, k[:, keys])
-                dk[:, keys].baddbmm_(d_scores.transpose(1, 2), q[:, queries])  # q holds the scale
-        dq.div_(math.sqrt(D))
-        dq, dk, dv = (g.view(t.shape).to(t.dtype) for g, t in zip((dq, dk, dv), (Q, K, V), strict=True))
-        return dq, dk, dv, None, None, None
+        scores.masked_fill_(~visible.tril(queries.start + diagonal - keys.start), float("-inf"))
 
 
 def flash_attention(Q, K, V, causal_mask=True, tile_q=64, tile_k=64):
@@ -154,23 +82,47 @@ def flash_attention(Q, K, V, causal_mask=True, tile_q=64, tile_k=64):
         keys up to Sk - Sq + i), False hides nothing, a boolean tensor that broadcasts to
         [B, H, Sq, Sk] is True where a key may be seen.
     Returns: the output [B, H, Sq, D] and the natural log of each query's sum of exp(scores) [B, H, Sq],
-        in float32 at least. A query that may see no key gets zeros and -inf. Both have gradients.
+        in float32 at least. A query that may see no key gets zeros and -inf. Both have gradients, for
+        which PyTorch keeps every tile's weights; main_flash_attention_backward.py computes them again.
     Raises: ValueError for a tile below 1, a mask that is not boolean, Q, K, V that do not fit together.
-    Source: Dao, FlashAttention-2, 2023, algorithms 1 and 2.
     """
     if tile_q < 1 or tile_k < 1:
         raise ValueError(f"a tile has at least 1 query and 1 key, not {tile_q} and {tile_k}")
     if K.shape != V.shape or Q.shape[:2] != K.shape[:2] or Q.shape[-1] != K.shape[-1]:
         shapes = ", ".join(str(list(t.shape)) for t in (Q, K, V))
         raise ValueError(f"Q, K, V must be [B, H, Sq, D], [B, H, Sk, D], [B, H, Sk, D], not {shapes}")
-    if isinstance(causal_mask, torch.Tensor):
-        if causal_mask.dtype != torch.bool:
-            raise ValueError(f"the mask must be boolean, True where visible, not {causal_mask.dtype}")
-        causal_mask = causal_mask.expand(*Q.shape[:3], K.shape[2])  # a view: [B, H, Sq, Sk]
-    else:
-        causal_mask = bool(causal_mask)
+    has_mask = isinstance(causal_mask, torch.Tensor)
+    if has_mask and causal_mask.dtype != torch.bool:
+        raise ValueError(f"the mask must be boolean, True where visible, not {causal_mask.dtype}")
+    (B, H, Sq, D), Sk = Q.shape, K.shape[-2]
+    causal_mask = causal_mask.expand(B, H, Sq, Sk) if has_mask else bool(causal_mask)
+    dtype = torch.promote_types(Q.dtype, torch.float32)  # sums over many keys need more than 16 bits
+    q, k, v = (t.to(dtype).flatten(0, 1) for t in (Q, K, V))  # [B*H, S, D]
+    q = q / math.sqrt(D)
+    out, lse = q.new_empty(B * H, Sq, D), q.new_empty(B * H, Sq, 1)
     with torch.autocast(Q.device.type, enabled=False):  # the tiles are added up in one type
-        return FlashAttention.apply(Q, K, V, causal_mask, tile_q, tile_k)
+        for queries, key_tiles in score_tiles(Sq, Sk, causal_mask is True, tile_q, tile_k):
+            q_tile = q[:, queries]  # [B*H, tile_q, D]
+            row_max = q.new_full((*q_tile.shape[:2], 1), float("-inf"))  # [B*H, tile_q, 1]
+            row_sum = torch.zeros_like(row_max)  # of exp(score - row_max)
+            acc = torch.zeros_like(q_tile)  # output before division by row_sum, [B*H, tile_q, D]
+            for keys in key_tiles:
+                scores = torch.bmm(q_tile, k[:, keys].transpose(1, 2))  # [B*H, tile_q, tile_k]
+                hide_scores(scores, causal_mask, queries, keys, Sk - Sq)
+                # the maximum cancels in the end, so no gradient passes through it
+                new_max = torch.maximum(row_max, scores.detach().amax(dim=-1, keepdim=True))
+                # before its first visible key a query's maximum is -inf, and -inf - -inf would be NaN
+                shift = new_max.masked_fill(new_max == float("-inf"), 0.0)  # [B*H, tile_q, 1]
+                weights = scores.sub_(shift).exp_()  # [B*H, tile_q, tile_k]
+                rescale = torch.exp(row_max - shift)  # what the earlier tiles count under the new maximum
+                row_sum = row_sum.mul_(rescale).add_(weights.sum(dim=-1, keepdim=True))
+                acc = acc.mul_(rescale).baddbmm_(weights, v[:, keys])
+                row_max = new_max
+            # a query without keys: its output is 0 / 1 = 0, its log-sum-exp -inf + log(1) = -inf
+            row_sum = row_sum.masked_fill(row_sum == 0.0, 1.0)
+            out[:, queries] = acc / row_sum
+            lse[:, queries] = row_max + row_sum.log()
+    return out.view(B, H, Sq, D).to(Q.dtype), lse.view(B, H, Sq)
 
 
 def merge_attention(out_a, lse_a, out_b, lse_b):
@@ -187,44 +139,25 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse
 
 
-def sdpa(Q, K, V, backend=None):
-    """PyTorch's fused causal attention [B, H, T, D], by the kernel it picks or by the backend given."""
-    with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(Q, K, V, is_causal=True)
-
-
-def flex_causal(T, device):
-    """FlexAttention with a causal mask for T tokens: a function of Q, K, V [B, H, T, D].
-
-    The function compiles itself at its first call, and raises RuntimeError where that is not possible.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=str(device))
-    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
-
-
 if __name__ == "__main__":
     import statistics
-    import warnings
+    from functools import partial
 
     import inference_report as rep
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
-    from gptlite import GPTlite, get_gptlite_model_parameters
+    from gptlite import GPTlite, get_gptlite_model_parameters, scaled_dot_product_attention
     from main_kvcache import generate
 
     parser = rep.options(__doc__, repeats=3)
     parser.add_argument("--batch-size", type=rep.positive_int, default=16, help="sequences of the prefill")
     with rep.script(parser) as args:
         p, dev, quick, dtype = get_gptlite_model_parameters(), args.device, args.quick, args.dtype
-        B = min(args.batch_size, 4) if quick else args.batch_size
         H, D, W, tolerance = p.n_heads, p.d_head, p.seqlen, utils.TOLERANCE[dtype]
+        B = min(args.batch_size, 4) if quick else args.batch_size
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
-        model, fused = (
-            utils.load_model(GPTlite, vocab_size, args.checkpoint).to(dev, dtype) for _ in range(2)
-        )
-        use_sdpa(fused)
+        load = partial(utils.load_model, GPTlite, vocab_size, args.checkpoint)
+        model, fused = load().to(dev, dtype), use_sdpa(load().to(dev, dtype))
         report = rep.Report(args, "FlashAttention", model, batch_size=B, prompt_len=W, n_tokens=1)
 
         # GPTlite: a prefill
@@ -235,149 +168,83 @@ if __name__ == "__main__":
         losses = [utils.validation_loss(m, valid_data, 4 if quick else 128) for m in (model, fused)]
         report.check(f"GPTlite's logits differ by {apart:.1e}, at most {tolerance:.0e}", apart <= tolerance)
         report.check("the same validation loss", abs(losses[0] - losses[1]) <= tolerance)
-        methods = [
-            utils.Method("textbook", lambda: generate(model, prompts, 1, W), [model]),
-            utils.Method("SDPA", lambda: generate(fused, prompts, 1, W), [fused]),
-        ]
+        models = {"textbook": model, "SDPA": fused}
+        methods = [utils.Method(n, partial(generate, m, prompts, 1, W), [m]) for n, m in models.items()]
         prefill = utils.measure(methods, B, args.repeats)
-        figures = {m.name: {"valid_loss": loss} for m, loss in zip(methods, losses, strict=True)}
+        figures = {n: {"valid_loss": loss} for n, loss in zip(models, losses, strict=True)}
         report.method_rows(methods, prefill, prompts, logits[:, -1:], figures=figures)
 
-        # Attention alone: the best tile, at one length
-        def draw(batch_size, T):
-            return torch.randn(3, batch_size, H, T, D, device=dev).to(dtype).unbind(0)  # [B, H, T, D]
-
-        def n_tiles(T, tile):
-            return sum(len(keys) for _, keys in score_tiles(T, T, True, tile, tile))
-
-        T = 512 if quick else 4096
-        Q, K, V = draw(1, T)  # [1, H, T, D]
-        tiles = [
-            {
-                "tile": t,
-                "ms": utils.median_ms(partial(flash_attention, Q, K, V, True, t, t), args.repeats, dev),
-                "tiles computed": n_tiles(T, t),
-                "of": (T // t) ** 2,
-                "scores computed %": 100 * n_tiles(T, t) * t**2 / T**2,
-                "scores of a tile MB": 4e-6 * H * t**2,
-            }
-            for t in ((64, 128, 256) if quick else (64, 128, 256, 512, 1024))
-        ]
-        report.sweep(f"From scratch at {T} tokens, {H} heads of {D}, causal", tiles)
-        tile = min(tiles, key=lambda row: row["ms"])["tile"]
+        # Attention alone: the fastest tile (main_flash_attention_kernels.py says why it is that one)
+        T, tile_sizes = (512, (64, 128, 256)) if quick else (4096, (64, 128, 256, 512, 1024))
+        Q, K, V = torch.randn(3, 1, H, T, D, device=dev).to(dtype)  # [1, H, T, D]
+        runs = {t: partial(flash_attention, Q, K, V, True, t, t) for t in tile_sizes}
+        tile_ms = utils.alternating_ms(runs, args.repeats, dev)
+        tile = min(tile_ms, key=tile_ms.get)
 
         # Attention alone: all forms, over lengths
+        forms = {
+            "textbook": scaled_dot_product_attention,
+            "from scratch": lambda *qkv: flash_attention(*qkv, True, tile, tile)[0],
+            "SDPA": partial(F.scaled_dot_product_attention, is_causal=True),
+        }
         lengths = (256, 512, 1024) if quick else (256, 512, 1024, 2048, 4096, 8192)
-        names = ("textbook", "from scratch", "SDPA")
-        functions = (
-            scaled_dot_product_attention,
-            lambda *qkv: flash_attention(*qkv, True, tile, tile)[0],
-            sdpa,
-        )
-        forms = dict(zip(names, functions, strict=True))
-        if dev.type == "cuda":
-            for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
-                forms[f"SDPA {backend.lower()}"] = partial(sdpa, backend=getattr(SDPBackend, backend))
-        anchor = torch.nn.Linear(1, 1, device=dev)  # tells the memory count which device to look at
         sweep = {}  # (batch, tokens, form): row
-        for batch_size, T in dict.fromkeys([(B, W), *((1, T) for T in lengths)]):
-            Q, K, V = draw(batch_size, T)  # [B, H, T, D]
-            if not quick and dev.type != "mps":
-                forms["FlexAttention"] = flex_causal(T, dev)
-            times = {name: [] for name in forms}
-            for _ in range(args.repeats + 1):
-                for name in [*times]:
-                    try:
-                        with warnings.catch_warnings(action="ignore"), utils.Timer(dev) as timer:
-                            forms[name](Q, K, V)
-                        times[name].append(timer.ms)
-                    except RuntimeError:  # a backend that does not take these inputs, no compiler
-                        if name in names:
-                            raise
-                        del times[name]
+        for batch_size, T in dict.fromkeys([(B, W), *((1, n) for n in lengths)]):
+            Q, K, V = torch.randn(3, batch_size, H, T, D, device=dev).to(dtype)  # [B, H, T, D]
+            runs = {name: partial(form, Q, K, V) for name, form in forms.items()}
+            ms = utils.alternating_ms(runs, args.repeats, dev)
             exact = scaled_dot_product_attention(Q.float(), K.float(), V.float())  # [B, H, T, D]
-            for name, (first, *ms) in times.items():
-                run = partial(forms[name], Q, K, V)
-                row = {"batch": batch_size, "tokens": T, "form": name, "first call ms": first}
-                row["ms"] = statistics.median(ms)
-                row["speed-up"] = statistics.median(times["textbook"][1:]) / row["ms"]
-                row["peak MB"] = utils.peak_memory_mb(run, anchor, inputs=(Q, K, V))
+            for name, run in runs.items():
+                row = {"batch": batch_size, "tokens": T, "form": name, "ms": ms[name]}
+                row["speed-up"] = ms["textbook"] / ms[name]
+                row["peak MB"] = utils.peak_memory_mb(run, inputs=(Q, K, V))
                 row["largest difference"] = utils.largest_difference(run().float(), exact)
                 sweep[batch_size, T, name] = row
-        title = f"Causal attention alone, {H} heads of {D}, from scratch by tiles of {tile}"
-        report.sweep(title, [*sweep.values()])
-        worst = {  # form: largest difference from the textbook form in float32
-            name: max(row["largest difference"] for row in sweep.values() if row["form"] == name)
-            for _, _, name in sweep
-        }
-        for name in [*worst][1:]:  # in 16 bits the textbook form itself rounds
-            equal = worst[name] <= 1e-5 + 2 * worst["textbook"]
-            report.check(f"{name}: output differs by {worst[name]:.1e} at most", equal)
-        Q, K, V = (t.float().requires_grad_() for t in draw(1, W))  # [1, H, W, D]
-        grads = [torch.autograd.grad(f(Q, K, V).square().sum(), (Q, K, V)) for f in functions[:2]]
-        apart = max(utils.largest_difference(a, b) for a, b in zip(*grads, strict=True))
-        report.check(f"from scratch: gradients differ by {apart:.1e} at most", apart <= 1e-4)
-        fitted = lengths[-4:]
-        for name in names if dev.type != "mps" else ():
-            mb = [math.log(sweep[1, n, name]["peak MB"]) for n in fitted]
-            slope = statistics.linear_regression([math.log(n) for n in fitted], mb).slope
-            as_promised = 1.6 < slope < 2.1 if name == "textbook" else slope < 1.2
-            report.check(f"{name}: memory ~ tokens^{slope:.2f} from {fitted[0]} to {T}", as_promised)
+        report.sweep(
+            f"Causal attention, {H} heads of {D}, from scratch by tiles of {tile}", [*sweep.values()]
+        )
+        worst = {f: max(r["largest difference"] for r in sweep.values() if r["form"] == f) for f in forms}
+        for name in forms:
+            if name != "textbook":  # in 16 bits the textbook form itself rounds
+                equal = worst[name] <= 1e-5 + 2 * worst["textbook"]
+                report.check(f"{name}: output differs by {worst[name]:.1e} at most", equal)
+            if dev.type != "mps":
+                points = [(math.log(n), math.log(sweep[1, n, name]["peak MB"])) for n in lengths[-4:]]
+                slope = statistics.linear_regression(*zip(*points, strict=True)).slope
+                as_promised = 1.6 < slope < 2.1 if name == "textbook" else slope < 1.2
+                report.check(f"{name}: memory grows as tokens^{slope:.2f} up to {T}", as_promised)
 
-        last = {name: sweep[1, T, name] for name in names}
-        limits = rep.measure_ceilings(dev, dtype)
-        n_run, n_all, work = n_tiles(T, tile), (T / tile) ** 2, 4 * D * H * T**2  # of all the scores
+        last, limits = {name: sweep[1, T, name] for name in forms}, rep.measure_ceilings(dev, dtype)
+        n_run = sum(len(keys) for _, keys in score_tiles(T, T, True, tile, tile))
+        n_all, work = (T / tile) ** 2, 4 * D * H * T**2  # of all the scores
         gb_whole = 1e-9 * dtype.itemsize * H * (8 * T**2 + 4 * T * D)
         gb_tiles = 1e-9 * max(dtype.itemsize, 4) * H * D * (2 * T + 2 * tile * n_run)
         report.why(
-            f"At {T} tokens the textbook form moves {gb_whole:.2f} GB: a product writes the scores, scale, "
-            "mask and softmax read and write them, the last product reads them. Tiles of "
-            f"{tile} move {gb_tiles:.3f} GB: keys and values once for every {tile} queries."
-        )
-        report.why(
-            f"That is {1e-9 * work / gb_whole:.0f} operations a byte against "
+            f"At {T} tokens the textbook form moves {gb_whole:.2f} GB, as five operations write or read the "
+            f"scores; tiles of {tile} (the fastest here) {gb_tiles:.3f} GB, keys and values once for {tile} "
+            f"queries. That is {1e-9 * work / gb_whole:.0f} operations a byte against "
             f"{1e-9 * work * n_run / n_all / gb_tiles:.0f}; this machine computes "
-            f"{limits.flops_per_s / limits.bytes_per_s:.0f} while it reads one. Below that memory decides."
+            f"{limits.flops_per_s / limits.bytes_per_s:.0f} while it reads one: below that memory decides."
         )
         bound = 1000 * work * (T + 1) / (2 * T) / limits.flops_per_s  # ms, for the visible scores
         shares = ", ".join(f"{name} {rep.share_of(bound, row['ms'])}" for name, row in last.items())
+        faster = next((n for n in lengths if sweep[1, n, "from scratch"]["speed-up"] > 1), "no")
         report.why(
             f"Causality hides half of the scores; tiles leave out {100 - 100 * n_run / n_all:.0f}% "
             f"({n_run} of {n_all:.0f} run), the textbook form none. The visible ones take {bound:.0f} ms at "
-            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s. Share reached: {shares}."
+            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s. Share reached: {shares}. From scratch wins from "
+            f"{faster} tokens on, at {T} by {last['from scratch']['speed-up']:.1f} times; a fused kernel "
+            f"(SDPA) spares the calls of PyTorch as well: {last['SDPA']['speed-up']:.1f} times."
         )
-        (small, larger, *_), largest = tiles, tiles[-1]
-        saved = (small["ms"] - larger["ms"]) / (small["tiles computed"] - larger["tiles computed"])
-        saves = f"each one less saves {1000 * saved:.0f} us" if saved > 0 else "fewer save nothing here"
-        report.why(
-            f"The best tile is {tile}. A tile takes about 15 calls of PyTorch: from {small['tile']} to "
-            f"{larger['tile']}, {saves}. At {largest['tile']} more hidden scores are computed "
-            f"({largest['scores computed %']:.0f}% of all are), and {largest['scores of a tile MB']:.1f} MB "
-            "have to stay in the cache between the calls."
-        )
-        faster = next((n for n in lengths if sweep[1, n, "from scratch"]["speed-up"] > 1), "no")
-        report.why(
-            f"From scratch beats the textbook form from {faster} tokens on, at {T} by "
-            f"{last['from scratch']['speed-up']:.1f} times. A fused kernel (SDPA) spares the calls as well: "
-            f"{last['SDPA']['speed-up']:.1f} times."
-        )
-        operations = rep.forward_cost(p, vocab_size, B, W, 0, dtype).flops
-        share = 2 * p.n_layers * p.d_model * B * W * (W + 1) / operations
+        cost = rep.forward_cost(p, vocab_size, B, W, 0, dtype)
+        share = 2 * p.n_layers * p.d_model * B * W * (W + 1) / cost.flops
         ttft, ms = prefill["textbook"].ttft_ms, p.n_layers * sweep[B, W, "textbook"]["ms"]
-        without = ttft / max(ttft - ms, 1e-9)
         report.why(
             f"GPTlite gains little: at {W} tokens attention is {100 * share:.0f}% of the operations and "
-            f"{100 * ms / ttft:.0f}% of the textbook form's TTFT. Without any, TTFT would be {without:.2f} "
-            f"times faster; SDPA reached {ttft / prefill['SDPA'].ttft_ms:.2f}."
+            f"{100 * ms / ttft:.0f}% of the textbook form's TTFT. Without any, it would be "
+            f"{ttft / max(ttft - ms, 1e-9):.2f} times faster; SDPA is {ttft / prefill['SDPA'].ttft_ms:.2f}."
         )
         if args.plot:
-            figure, axes = rep.new_figure()
-            for name in names:
-                mb = [sweep[1, n, name]["peak MB"] for n in lengths]
-                axes.plot(lengths, mb, marker="o", label=name)
-            axes.set(xlabel="tokens", ylabel="peak memory (MB)", xscale="log", yscale="log")
-            axes.set_xticks(lengths, lengths, minor=False)
-            axes.tick_params(axis="x", which="minor", labelbottom=False)
-            axes.legend()
-            rep.save_figure(figure, args.plot)
+            lines = {name: [sweep[1, n, name]["peak MB"] for n in lengths] for name in forms}
+            rep.plot_lines(args.plot, lengths, lines, "tokens", "peak memory (MB)")
         report.finish()

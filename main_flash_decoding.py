@@ -130,7 +130,6 @@ class GPTlite_FlashDecoding(GPTlite_StaticKVCache):
 
 
 if __name__ == "__main__":
-    import statistics
     from functools import partial
 
     import torch.nn.functional as F
@@ -166,12 +165,9 @@ if __name__ == "__main__":
         prompt = utils.sample_prompts(valid_data, 1, prompt_len).to(dev)  # [1, T]
         named = {"static cache": static} | {f"splits: {n}": m for n, m in split_models.items()}
         buffers = StaticKVCache(static, 1)
-        methods = [
-            utils.Method(
-                name, partial(generate_static, m, prompt, n_tokens, buffers), [m], [buffers.k, buffers.v]
-            )
-            for name, m in named.items()
-        ]
+        run_of = {name: partial(generate_static, m, prompt, n_tokens, buffers) for name, m in named.items()}
+        kept = [buffers.k, buffers.v]  # memory that is there before a run
+        methods = [utils.Method(name, run, [named[name]], kept) for name, run in run_of.items()]
         results = utils.measure(methods, n_tokens, args.repeats)
         tokens = results["static cache"].output[:, :-1]  # [1, T + n - 1]
         logits, cache = utils.cached_logits(static, tokens, prompt_len)  # [1, T + n - 1, V]
@@ -197,21 +193,14 @@ if __name__ == "__main__":
                 "split": partial(flash_decoding, q, K, V, n),
                 "SDPA": partial(F.scaled_dot_product_attention, q, K, V),
             }
-            times = {name: [] for name in runs}
-            for _ in range(args.repeats + 1):
-                for name, run in runs.items():
-                    with utils.Timer(dev) as timer:
-                        run()
-                    times[name].append(timer.ms)
-            unsplit, split, fused = (statistics.median(ms[1:]) for ms in times.values())  # 1st: warm-up
-            apart = max(
-                utils.largest_difference(runs[name](), runs["SDPA"]()) for name in ("unsplit", "split")
-            )
+            ms = utils.alternating_ms(runs, args.repeats, dev)
+            apart = max(utils.largest_difference(runs[f](), runs["SDPA"]()) for f in ("unsplit", "split"))
             worst = max(worst, apart)
             sweep.append(
                 {"batch": B, "heads": heads, "context / 1024": context // 1024, "rule": rule, "splits": n}
-                | {"unsplit ms": unsplit, "split ms": split, "SDPA ms": fused, "gain": unsplit / split}
-                | {"KV MB": 2e-6 * K.numel() * dtype.itemsize, "largest difference": apart}
+                | {f"{name} ms": ms[name] for name in runs}
+                | {"gain": ms["unsplit"] / ms["split"], "KV MB": 2e-6 * K.numel() * dtype.itemsize}
+                | {"largest difference": apart}
             )
         report.sweep("One step of attention alone (rule: splits by the rule for this device)", sweep)
         allowed = 1e-5 if dtype == torch.float32 else 3e-2
@@ -254,14 +243,8 @@ if __name__ == "__main__":
             "of a step, the weights are the rest."
         )
         if args.plot:
-            figure, axes = rep.new_figure()
             rows = [row for row in sweep if (row["batch"], row["heads"]) == (1, H)]
-            for name in ("unsplit", "split", "SDPA"):
-                axes.plot(thousands, [row[f"{name} ms"] for row in rows], marker="o", label=name)
-            axes.set(xlabel="context (K tokens)", ylabel="time (ms)", xscale="log", yscale="log")
-            axes.set_title(f"Attention of one step, {H} heads, {report.data['config']['device_name']}")
-            axes.set_xticks(thousands, thousands, minor=False)
-            axes.tick_params(axis="x", which="minor", labelbottom=False)
-            axes.legend()
-            rep.save_figure(figure, args.plot)
+            lines = {name: [row[f"{name} ms"] for row in rows] for name in ("unsplit", "split", "SDPA")}
+            title = f"Attention of one step, {H} heads, {report.data['config']['device_name']}"
+            rep.plot_lines(args.plot, thousands, lines, "context (K tokens)", "time (ms)", title)
         report.finish()

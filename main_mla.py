@@ -195,13 +195,8 @@ if __name__ == "__main__":
 
         def measure_loss(label, state, **kwargs):
             """Loss of these weights, and after training on, with the same batches for all."""
-            model = make(state, **kwargs)
-            loss = {"valid_loss": utils.validation_loss(model, valid_data, n_windows)}
-            if n_steps:
-                how = (n_steps, p.lr / 5, train_batch, train_len, args.seed, label)
-                utils.train_steps(model, train_data, *how)
-                loss["uptrained_loss"] = utils.validation_loss(model, valid_data, n_windows)
-            return loss
+            how = (n_windows, n_steps, p.lr / 5, train_batch, train_len, args.seed, label)
+            return utils.uptrained_losses(make(state, **kwargs), train_data, valid_data, *how)
 
         # Conversions and their losses, GQA's beside them
         mha = make(mha_state, GPTlite_KVCache)

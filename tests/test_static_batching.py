@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptlite import GPTlite, scaled_dot_product_attention
+from inference_utils import served_as_alone
 from main_kvcache import generate
 from main_static_batching import (
     expected_longest,
@@ -17,7 +18,6 @@ from main_static_batching import (
     make_requests,
     next_tokens,
     refusals,
-    served_as_alone,
     static_batching,
     step_shapes,
 )

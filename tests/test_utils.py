@@ -469,6 +469,18 @@ def test_measure_of_one_token_and_of_two_prefill_steps(now):
     assert chunked.ttft_ms == pytest.approx(3) and chunked.tpot_ms == pytest.approx(3)
 
 
+def test_alternating_ms(now):
+    order, times = [], {"a": iter([9, 3, 1, 2]), "b": iter([1, 5, 7, 6])}
+
+    def function(name):
+        order.append(name)
+        now[0] += next(times[name]) / 1000
+
+    functions = {"a": lambda: function("a"), "b": lambda: function("b")}
+    assert utils.alternating_ms(functions, 3, torch.device("cpu")) == pytest.approx({"a": 2, "b": 6})
+    assert order == ["a", "b"] * 4
+
+
 def test_median_ms(now):
     times = iter([0.9, 0.003, 0.001, 0.002])
 
@@ -661,3 +673,13 @@ def test_train_steps_leaves_frozen_weights():
     before = model.token_embedding.weight.clone()
     utils.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
     assert torch.equal(model.token_embedding.weight, before)
+
+
+def test_uptrained_losses():
+    data = torch.arange(400) % 7
+    model = tiny_model(GPTlite, dtype=torch.float32)
+    before = utils.validation_loss(model, data, 8)
+    assert utils.uptrained_losses(model, data, data, 8, 0) == {"valid_loss": before}
+    losses = utils.uptrained_losses(model, data, data, 8, 30, 1e-2, 8, 16)
+    assert losses["valid_loss"] == before and losses["uptrained_loss"] < 0.5 * before
+    assert losses["uptrained_loss"] == utils.validation_loss(model, data, 8)
