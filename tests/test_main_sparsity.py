@@ -1,0 +1,439 @@
+"""Unstructured sparsity against brute force on tiny layers, products that skip zeros against dense ones."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+import inference_utils as utils
+from gptlite import GPTlite
+from gptlite_kvcache import GPTlite_KVCache
+from main_sparsity import (
+    METHODS,
+    input_products,
+    input_squares,
+    linear_layers,
+    prune_magnitude,
+    prune_model,
+    prune_sparsegpt,
+    prune_wanda,
+    relative_error,
+    removed,
+    sum_inputs,
+)
+from main_sparsity_outliers import rescale_channels
+from main_sparsity_speed import (
+    CSRLinear,
+    SemiStructuredLinear,
+    break_even,
+    check_2_4,
+    compress_2_4,
+    decompress_2_4,
+    replace_linears,
+)
+
+sparsities = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.0])
+groups = st.sampled_from(["row", "layer"])
+seeds = st.integers(0, 1000)
+
+
+def random_matrix(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_layer(n_out, n_in, n_tokens, seed=0):
+    """Weights [out, in] and inputs [N, in] that go together, as those of a model do."""
+    X = random_matrix(n_tokens, n_in, seed=seed) @ random_matrix(n_in, n_in, seed=seed + 1)
+    return random_matrix(n_out, n_in, seed=seed + 2), X
+
+
+def known_of(method, X):
+    statistic = METHODS[method][1]
+    return None if statistic is None else statistic(X)
+
+
+# ---- Counts ----
+
+
+@given(rows=st.integers(1, 6), columns=st.integers(1, 9), share=sparsities, by=groups, seed=seeds)
+def test_removed_takes_the_lowest_and_exactly_so_many(rows, columns, share, by, seed):
+    scores = (random_matrix(rows, columns, seed=seed) * 2).round().abs()  # many ties
+    gone = removed(scores, share, by)
+    for row, mask in zip(scores, gone, strict=True) if by == "row" else [(scores, gone)]:
+        assert mask.sum() == round(share * mask.numel())
+        if mask.any() and not mask.all():
+            assert row[mask].max() <= row[~mask].min()
+
+
+@given(share=sparsities, by=groups, method=st.sampled_from(list(METHODS)), columns=st.integers(1, 13))
+def test_share_of_the_whole_matrix_is_exact(share, by, method, columns):
+    W, X = random_layer(5, columns, 30, seed=columns)
+    how = {"block_size": 4} if method == "SparseGPT" else {}
+    zero = METHODS[method][0](W, known_of(method, X), share, by, **how) == 0
+    if by == "row":
+        assert (zero.sum(dim=1) == round(share * columns)).all()
+    else:
+        assert zero.sum() == round(share * 5 * columns)
+
+
+def test_wanda_counts_per_row_where_scores_tie():
+    W = torch.arange(1.0, 7.0).expand(3, 6).clone()
+    squares = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    kept = prune_wanda(W, squares, 0.5) != 0
+    assert (kept.sum(dim=1) == 3).all()
+    assert kept[:, [0, 5]].all()  # the live inputs stay
+    assert kept[:, 4].all()  # and of the dead the largest
+
+
+def test_wanda_compares_by_row_magnitude_by_layer():
+    W = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    assert prune_wanda(W, torch.ones(2), 0.5).tolist() == [[0, 2], [0, 20]]
+    assert prune_magnitude(W, None, 0.5).tolist() == [[0, 0], [10, 20]]
+    assert prune_wanda(W, torch.tensor([9.0, 1.0]), 0.5).tolist() == [[1, 0], [10, 0]]  # norms 3 and 1
+
+
+@pytest.mark.parametrize("sparsity, by", [(1.5, "row"), (-0.1, "layer"), ("4:8", "row"), (0.5, "column")])
+def test_bad_sparsity_is_refused(sparsity, by):
+    W, X = random_layer(4, 8, 20)
+    for method, (prune, _) in METHODS.items():
+        with pytest.raises(ValueError, match="sparsity is a share|by row or by layer"):
+            prune(W, known_of(method, X), sparsity, by)
+
+
+# ---- 2:4 ----
+
+
+@given(seed=seeds)
+def test_2_4_keeps_the_two_best_of_every_four(seed):
+    W, X = random_layer(4, 8, 30, seed)
+    norms = X.norm(dim=0)
+    for pruned, scores in (
+        (prune_magnitude(W, None, "2:4"), W.abs()),
+        (prune_wanda(W, input_squares(X), "2:4"), W.abs() * norms),
+    ):
+        for row in range(4):
+            for start in (0, 4):
+                best = set(sorted(range(start, start + 4), key=lambda i: -scores[row, i].item())[:2])
+                assert {i for i in range(start, start + 4) if pruned[row, i] != 0} == best
+    check_2_4(prune_sparsegpt(W, input_products(X), "2:4"))
+    assert ((prune_sparsegpt(W, input_products(X), "2:4", block_size=4) == 0).sum(dim=1) == 4).all()
+
+
+def test_2_4_needs_inputs_by_fours():
+    W, X = random_layer(4, 6, 20)
+    for method, (prune, _) in METHODS.items():
+        with pytest.raises(ValueError, match="by fours"):
+            prune(W, known_of(method, X), "2:4", "row")
+    with pytest.raises(ValueError, match="by fours"):
+        compress_2_4(W)
+
+
+@given(rows=st.integers(1, 5), fours=st.integers(1, 4), seed=seeds)
+def test_2_4_compresses_bit_for_bit(rows, fours, seed):
+    W = prune_magnitude(random_matrix(rows, 4 * fours, seed=seed).float(), None, "2:4")
+    W[0, :4] = 0.0  # a four may hold fewer than two
+    values, places = compress_2_4(W)
+    assert torch.equal(decompress_2_4(values, places), W)
+    assert values.numel() == W.numel() // 2 and places.numel() == -(-W.numel() // 8)
+
+
+def test_2_4_refuses_a_dense_matrix():
+    for refuse in (compress_2_4, lambda W: SemiStructuredLinear(nn.Linear(8, 4))):
+        with pytest.raises(ValueError, match="never pruned"):
+            refuse(random_matrix(4, 8))
+
+
+# ---- SparseGPT against brute force ----
+
+
+def brute_force_sparsegpt(W, H, gone_of_row):
+    """Row by row and column by column, each step solved anew by the inverse of what is still free."""
+    W = W.clone()
+    n_in = W.shape[1]
+    for row, gone in zip(W, gone_of_row, strict=True):
+        for j in range(n_in):
+            if gone[j]:
+                inverse = torch.linalg.inv(H[j:, j:])
+                row[j:] -= row[j] * inverse[:, 0] / inverse[0, 0]
+                row[j] = 0.0
+    return W
+
+
+def damped(H, damping=0.01):
+    return H + damping * H.diagonal().mean() * torch.eye(len(H), dtype=H.dtype)
+
+
+@given(seed=seeds, share=st.sampled_from([0.25, 0.5, 0.75]), by=groups)
+def test_sparsegpt_equals_brute_force(seed, share, by):
+    W, X = random_layer(3, 8, 40, seed)
+    H = damped(input_products(X))
+    costs = torch.stack([1 / torch.linalg.inv(H[j:, j:])[0, 0] for j in range(8)])  # of removing a 1
+    gone = removed(W.square() * costs, share, by)
+    expected = brute_force_sparsegpt(W, H, gone)
+    assert_close(prune_sparsegpt(W, input_products(X), share, by), expected, 1e-8)
+
+
+@given(seed=seeds)
+def test_sparsegpt_in_blocks_chooses_anew_but_updates_alike(seed):
+    W, X = random_layer(3, 12, 40, seed)
+    pruned = prune_sparsegpt(W, input_products(X), 0.5, "row", block_size=5)
+    expected = brute_force_sparsegpt(W, damped(input_products(X)), pruned == 0)  # its own choice
+    assert_close(pruned, expected, 1e-8)
+    fours = prune_sparsegpt(W, input_products(X), "2:4")
+    assert_close(fours, brute_force_sparsegpt(W, damped(input_products(X)), fours == 0), 1e-8)
+
+
+def test_sparsegpt_solves_least_squares_for_what_it_keeps():
+    """Where all removed columns come first, the others are all free: plain least squares."""
+    W, X = random_layer(4, 10, 60)
+    W[:, :4] *= 1e-3
+    pruned = prune_sparsegpt(W, input_products(X), 0.4, "row", damping=0.0)
+    assert (pruned[:, :4] == 0).all()
+    expected = torch.linalg.lstsq(X[:, 4:], X @ W.T).solution.T  # [out, 6]
+    assert_close(pruned[:, 4:], expected, 1e-8)
+
+
+@pytest.mark.parametrize("by", ["row", "layer"])
+def test_sparsegpt_with_independent_inputs_is_magnitude_within_blocks(by):
+    W = random_matrix(6, 16)
+    pruned = prune_sparsegpt(W, torch.eye(16, dtype=W.dtype), 0.5, by, block_size=8)
+    expected = torch.cat([prune_magnitude(part, None, 0.5, by) for part in W.split(8, dim=1)], dim=1)
+    assert torch.equal(pruned, expected)
+    fours = prune_sparsegpt(W, torch.eye(16, dtype=W.dtype), "2:4")
+    assert torch.equal(fours, prune_magnitude(W, None, "2:4"))
+
+
+@given(seed=seeds, share=st.sampled_from([0.3, 0.5, 0.7]), by=groups)
+def test_sparsegpt_updates_lower_the_error(seed, share, by):
+    W, X = random_layer(6, 16, 80, seed)
+    pruned, H = prune_sparsegpt(W, input_products(X), share, by), input_products(X)
+    masked = W.masked_fill(pruned == 0, 0.0)
+    assert relative_error(W, pruned, H) < relative_error(W, masked, H)
+
+
+# ---- Limits ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("by", ["row", "layer"])
+def test_keeping_all_is_the_identity(method, by):
+    W, X = random_layer(5, 8, 20)
+    X[:, 3] = 0.0
+    before = W.clone()
+    assert torch.equal(METHODS[method][0](W, known_of(method, X), 0.0, by), before)
+    assert not METHODS[method][0](W, known_of(method, X), 1.0, by).any()
+    assert torch.equal(W, before)  # the weights that were given are not modified
+
+
+def test_dead_inputs_go_first():
+    W, X = random_layer(5, 12, 40)
+    dead = [0, 5, 11]
+    X[:, dead] = 0.0
+    for prune, known in ((prune_wanda, input_squares(X)), (prune_sparsegpt, input_products(X))):
+        pruned = prune(W, known, 0.5, "row")
+        assert pruned.isfinite().all()
+        assert ((pruned == 0).sum(dim=1) == 6).all()
+        assert not pruned[:, dead].any()
+
+
+@pytest.mark.parametrize("sparsity, by", [(0.5, "row"), (0.5, "layer"), ("2:4", "row")])
+def test_calibration_of_zeros_leaves_magnitude(sparsity, by):
+    W = random_matrix(5, 8)
+    expected = prune_magnitude(W, None, sparsity, by)
+    assert torch.equal(prune_wanda(W, torch.zeros(8), sparsity, by), expected)
+    assert torch.equal(prune_sparsegpt(W, torch.zeros(8, 8, dtype=W.dtype), sparsity, by), expected)
+
+
+def test_relative_error_is_that_of_the_outputs():
+    W, X = random_layer(5, 8, 20)
+    other = W + random_matrix(5, 8, seed=9)
+    expected = (X @ (W - other).T).norm() / (X @ W.T).norm()
+    assert_close(relative_error(W, other, input_products(X)), expected.item(), 1e-9)
+    assert relative_error(W, W, input_products(X)) == 0
+    assert relative_error(W, other, torch.zeros(8, 8)) == 0  # no inputs, no outputs, no error
+
+
+# ---- Models ----
+
+
+def test_statistics_are_those_of_the_inputs_and_hooks_go():
+    model, tokens = tiny_model(GPTlite), random_tokens(3, 7)
+    layers, seen = linear_layers(model.blocks), []
+    hook = layers["1.ffwd.net.2"].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    sums = sum_inputs(layers, input_products, lambda: model(tokens))
+    x = seen[0].reshape(-1, 128)
+    assert_close(sums["1.ffwd.net.2"], sum(torch.outer(row, row) for row in x), 1e-9)
+    hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        sum_inputs(layers, input_squares, lambda: 1 / 0)
+    assert all(not layer._forward_pre_hooks for layer in layers.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batches_of_the_calibration_do_not_matter(method):
+    tokens = random_tokens(5, 12)
+    one, all_at_once = (
+        prune_model(tiny_model(GPTlite), tokens, method, "row", 0.5, batch_size) for batch_size in (1, 5)
+    )
+    assert_close(list(one.parameters()), list(all_at_once.parameters()), 1e-7)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_the_linear_layers_of_the_blocks_change(method):
+    model = tiny_model(GPTlite)
+    before = copy.deepcopy(model.state_dict())
+    prune_model(model, random_tokens(4, 16), method, "row", 0.5)
+    pruned = {f"blocks.{name}.weight" for name in linear_layers(model.blocks)}
+    assert len(pruned) == 12
+    for name, tensor in model.state_dict().items():
+        if name in pruned:
+            assert ((tensor == 0).sum(dim=1) == tensor.shape[1] // 2).all()
+        else:
+            assert torch.equal(tensor, before[name])
+
+
+def test_a_block_is_calibrated_on_what_the_pruned_blocks_before_it_give():
+    model, tokens = tiny_model(GPTlite), random_tokens(4, 16)
+    expected = copy.deepcopy(model)
+    for block in expected.blocks:
+        layers = linear_layers(block)
+        # all earlier blocks are pruned by now, and the model runs from its beginning
+        squares = sum_inputs(layers, input_squares, lambda: expected(tokens))
+        for name, layer in layers.items():
+            layer.weight.data = prune_wanda(layer.weight.data, squares[name], 0.5)
+    prune_model(model, tokens, "Wanda", "row", 0.5)
+    assert_close(list(model.parameters()), list(expected.parameters()))
+
+
+def test_keeping_all_leaves_the_model_as_it_was():
+    tokens, model = random_tokens(4, 16), tiny_model(GPTlite)
+    expected = model(tokens)
+    for method in METHODS:
+        assert torch.equal(prune_model(model, tokens, method, "layer", 0.0)(tokens), expected)
+
+
+@given(n_channels=st.integers(0, 32), factor=st.sampled_from([1, 4, 32, 0.5]))
+def test_rescaled_channels_change_neither_the_function_nor_wanda(n_channels, factor):
+    model, tokens = tiny_model(GPTlite), random_tokens(4, 16)
+    rescaled = rescale_channels(copy.deepcopy(model), n_channels, factor)
+    assert torch.equal(rescaled(tokens), model(tokens))
+    pruned, other = (prune_model(m, tokens, "Wanda", "row", 0.5) for m in (model, rescaled))
+    for one, two in zip(linear_layers(pruned).values(), linear_layers(other).values(), strict=True):
+        assert torch.equal(one.weight == 0, two.weight == 0)
+    assert torch.equal(pruned(tokens), other(tokens))
+
+
+def test_rescaled_channels_lose_their_weights_to_magnitude():
+    model = tiny_model(GPTlite)
+    channels = model.blocks[0].ln2.weight.abs().topk(4).indices
+    rescale_channels(model, 4, 1024)
+    prune_model(model, random_tokens(4, 16), "magnitude", "layer", 0.5)
+    assert not model.blocks[0].ffwd.net[0].weight[:, channels].any()
+
+
+# ---- Products that skip zeros ----
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@given(share=sparsities, B=st.integers(1, 3), T=st.integers(1, 4), seed=seeds)
+def test_csr_layer_equals_the_dense_one(share, B, T, seed):
+    layer = nn.Linear(8, 6).double()
+    layer.weight.data = prune_magnitude(random_matrix(6, 8, seed=seed), None, share)
+    x = random_matrix(B, T, 8, seed=seed + 1)
+    sparse = CSRLinear(layer)
+    assert_close(sparse(x), layer(x))
+    assert sparse.values.numel() == 48 - round(share * 48)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_model_with_csr_layers_gives_the_same_logits_and_is_smaller():
+    tokens = random_tokens(2, 9)
+    model = prune_model(tiny_model(GPTlite), tokens, "magnitude", "row", 0.9)
+    cached = tiny_model(GPTlite_KVCache)
+    cached.load_state_dict(model.state_dict())
+    sparse = replace_linears(copy.deepcopy(cached), CSRLinear)
+    assert all(isinstance(block.mha.query_proj, CSRLinear) for block in sparse.blocks)
+    assert_close(sparse(tokens)[0], model(tokens))
+    logits, _ = utils.cached_logits(sparse, tokens, 3)
+    assert_close(logits, model(tokens))
+    assert utils.weight_bytes(sparse) < utils.weight_bytes(model)
+
+
+def test_break_even():
+    assert break_even([0.5, 0.9], [3.0, 2.0]) is None
+    assert break_even([0.5, 0.9], [0.9, 0.5]) == 0.5
+    assert_close(break_even([0.5, 0.7, 0.9], [3.0, 1.5, 0.5]), 0.8)
+    assert_close(break_even([0.3, 0.5, 0.7, 0.9], [0.9, 1.5, 1.5, 0.5]), 0.8)  # for good
+
+
+@pytest.mark.cuda
+def test_2_4_layer_on_cuda_equals_the_dense_one():
+    layer = nn.Linear(384, 384, device="cuda", dtype=torch.float16)
+    layer.weight.data = prune_magnitude(layer.weight.data, None, "2:4")
+    x = torch.randn(2, 5, 384, device="cuda", dtype=torch.float16)
+    sparse = SemiStructuredLinear(layer)
+    assert_close(sparse(x), layer(x))
+    assert torch.equal(sparse.weight.to_dense(), layer.weight)
+
+
+# ---- Scripts ----
+
+
+def test_script():
+    if not utils.GPTLITE_CKPT_PATH.is_file():
+        pytest.skip("what sparsity costs needs trained weights")
+    run = run_script("main_sparsity.py", "--quick", "--json", "-")
+    assert run.status == 0, run.stderr
+    assert run.json["checks"] and all(run.json["checks"].values())
+    tables = {title.split(",")[0]: rows for title, rows in run.json["sweeps"].items()}
+    error, rise = (
+        {row["method"]: row for row in tables[title]}
+        for title in ("Mean relative error of layers", "Rise of the validation loss")
+    )
+    for by in ("layer", "row"):
+        assert (
+            error[f"SparseGPT by {by}"]["50%"]
+            < error[f"Wanda by {by}"]["50%"]
+            < error[f"magnitude by {by}"]["50%"]
+        )
+    assert error["SparseGPT by row"]["2:4"] < error["Wanda by row"]["2:4"] < error["magnitude by row"]["2:4"]
+    for column in ("50%", "2:4"):
+        losses = {name: row[column] for name, row in rise.items() if row[column] is not None}
+        assert min(losses, key=losses.get).startswith("SparseGPT")
+    assert len(run.json["why"]) >= 4
+    dense, *others = run.json["rows"]
+    assert dense["baseline"]
+    # SparseGPT at 50% costs less than so few windows can tell
+    costly = [row for row in others if not row["method"].startswith("SparseGPT")]
+    assert len(costly) == 6 and all(row["valid_loss"] > dense["valid_loss"] for row in costly)
+
+
+def test_script_outliers():
+    if not utils.GPTLITE_CKPT_PATH.is_file():
+        pytest.skip("what sparsity costs needs trained weights")
+    run = run_script("main_sparsity_outliers.py", "--quick", "--json", "-")
+    assert run.status == 0, run.stderr
+    assert run.json["checks"] and all(run.json["checks"].values())
+    rise = {row["method"]: row["loss_rise"] for row in run.json["rows"]}
+    assert rise["magnitude by layer, x32"] > rise["Wanda by row, x32"] > rise["SparseGPT by layer, x32"]
+    assert_close(rise["Wanda by row, x32"], rise["Wanda by row, x1"])
+    run = run_script("main_sparsity_outliers.py", "--quick", "--n-channels", "385")
+    assert run.status == 2 and "385" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_script_speed(checkpoint):
+    run = run_script("main_sparsity_speed.py", "--quick", "--json", "-", checkpoint=checkpoint)
+    assert run.status == 0, run.stderr
+    assert run.json["checks"] and all(run.json["checks"].values())
+    rows = {row["method"]: row for row in run.json["rows"]}
+    assert rows["95% zeros"]["weights_mb"] == rows["dense"]["weights_mb"]  # stored zeros save nothing
+    assert rows["95% zeros, CSR"]["weights_mb"] < 0.2 * rows["dense"]["weights_mb"]
+    assert rows["50% zeros, CSR"]["weights_mb"] > rows["dense"]["weights_mb"]
+    assert rows["95% zeros, CSR"]["peak_memory_mb"] < rows["dense"]["peak_memory_mb"]
+    assert len({row["forward_tokens"] for row in rows.values()}) == 1
+    if not torch.cuda.is_available():
+        assert any("CUDA" in line for line in run.json["why"])  # the reason why 2:4 stays dense
