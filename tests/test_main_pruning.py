@@ -1,0 +1,382 @@
+"""Pruned models against the dense ones with the removed parts zeroed by hooks, and the script's order."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import inference_utils as utils
+import main_pruning
+from gptlite import GPTlite
+from gptlite_gqa import GPTlite_GQA
+from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from main_kvcache import generate, generate_kvcache, generate_static
+from main_pruning import compute_importance, mask, prune, prune_and_distill, prune_linear, with_kv_cache
+
+SIGNATURES = {
+    compute_importance: "model data n_batches batch_size seqlen",
+    prune_linear: "linear rows columns",
+    prune: "model heads neurons n_heads n_neurons",
+    mask: "model heads neurons n_heads n_neurons",
+}
+H, D, E, N = 4, 8, 32, 128  # heads, their size, width, neurons
+CONTEXT = 16
+DATA = random_tokens(1, 400)[0]
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signature(function):
+    assert " ".join(inspect.signature(function).parameters) == SIGNATURES[function]
+
+
+def four_heads(model_class=GPTlite, **kwargs):
+    return tiny_model(model_class, n_heads=H, d_head=D, **kwargs)
+
+
+def scores(kept, n, n_layers=2):
+    """Importances [L, n] by which `kept` are the largest in every layer."""
+    row = torch.zeros(n)
+    row[list(kept)] = 1.0
+    return row.expand(n_layers, -1)
+
+
+def logits_of(model, tokens):
+    out = model(tokens)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def zeroed_logits(model, tokens, heads, neurons):
+    """Logits of the dense model whose other heads' outputs and other neurons' activations become zero."""
+
+    def keep_only(units, size):
+        def hook(_module, args):
+            x = args[0].clone()
+            for i in range(x.shape[-1] // size):
+                if i not in units:
+                    x[..., i * size : (i + 1) * size] = 0
+            return (x,)
+
+        return hook
+
+    hooks = []
+    for block in model.blocks:
+        hooks.append(block.mha.out_proj.register_forward_pre_hook(keep_only(heads, D)))
+        hooks.append(block.ffwd.net[2].register_forward_pre_hook(keep_only(neurons, 1)))
+    logits = logits_of(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+# ---- prune_linear ----
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.data())
+def test_prune_linear(n_in, n_out, bias, data):
+    linear = nn.Linear(n_in, n_out, bias, dtype=torch.float64).eval()
+    before = copy.deepcopy(linear.state_dict())
+    rows = data.draw(st.none() | st.lists(st.integers(0, n_out - 1), min_size=1, unique=True))
+    columns = data.draw(st.none() | st.lists(st.integers(0, n_in - 1), min_size=1, unique=True))
+    state = torch.get_rng_state()
+    pruned = prune_linear(linear, rows, columns)
+    assert torch.equal(torch.get_rng_state(), state)  # later batches must not depend on it
+    rows, columns = rows or range(n_out), columns or range(n_in)
+    assert (pruned.out_features, pruned.in_features) == (len(rows), len(columns))
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            assert pruned.weight[i, j] == linear.weight[row, column]
+    assert (pruned.bias is None) == (not bias)
+    if bias:
+        assert torch.equal(pruned.bias, linear.bias[list(rows)])
+    assert not pruned.training and pruned.weight.requires_grad and pruned.weight.dtype == torch.float64
+    with torch.no_grad():
+        pruned.weight.add_(1.0)
+    assert all(torch.equal(t, before[name]) for name, t in linear.state_dict().items())
+
+
+def test_prune_linear_takes_masks_and_refuses_nothing():
+    linear = nn.Linear(3, 4)
+    rows, columns = torch.tensor([True, False, False, True]), torch.tensor([False, True, True])
+    assert torch.equal(prune_linear(linear, rows, columns).weight, linear.weight[[0, 3]][:, [1, 2]])
+    for nothing in ({"rows": []}, {"columns": torch.zeros(3, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="would be left"):
+            prune_linear(linear, **nothing)
+
+
+# ---- prune ----
+
+
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_keeping_everything_is_the_identity(model_class):
+    model, tokens = four_heads(model_class), random_tokens(2, CONTEXT)
+    generator = torch.Generator().manual_seed(0)
+    heads, neurons = torch.rand(2, H, generator=generator), torch.rand(2, N, generator=generator)
+    pruned = prune(copy.deepcopy(model), heads, neurons, H, N)
+    assert torch.equal(logits_of(pruned, tokens), logits_of(model, tokens))
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in pruned.state_dict().items())
+
+
+@pytest.mark.parametrize("kept", [(0, 2), (1, 3), (3,), (0,)], ids=str)
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_heads_that_are_not_adjacent(kept, model_class):
+    """PR-1"""
+    model, tokens = four_heads(model_class), random_tokens(2, CONTEXT)
+    expected = zeroed_logits(model, tokens, kept, range(N))
+    pruned = prune(model, scores(kept, H), torch.zeros(2, N), len(kept), N)
+    assert pruned is model
+    assert_close(logits_of(pruned, tokens), expected)
+    for block in pruned.blocks:
+        mha = block.mha
+        assert (mha.n_heads, mha.d_head) == (len(kept), D)
+        for linear in (mha.query_proj, mha.key_proj, mha.value_proj):
+            assert (linear.out_features, linear.in_features) == (len(kept) * D, E)
+            assert linear.bias.shape == (len(kept) * D,)
+        assert (mha.out_proj.out_features, mha.out_proj.in_features) == (E, len(kept) * D)
+
+
+@given(
+    st.sets(st.integers(0, H - 1), min_size=1),
+    st.sets(st.integers(0, N - 1), min_size=1),
+    st.integers(1, CONTEXT),
+    st.integers(0, 99),
+)
+def test_pruned_equals_dense_with_the_removed_zeroed(heads, neurons, n, seed):
+    tokens = random_tokens(2, n, seed)
+    expected = zeroed_logits(four_heads(), tokens, heads, neurons)
+    how = (scores(heads, H), scores(neurons, N), len(heads), len(neurons))
+    assert_close(prune(four_heads(), *how)(tokens), expected)
+    assert_close(prune(four_heads(GPTlite_KVCache), *how)(tokens)[0], expected)
+    assert_close(mask(four_heads(), *how)(tokens), expected)
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (2, 3)], ids=str)
+def test_a_group_of_grouped_query_attention(kept):
+    """PR-1: 4 query heads share 2 heads of keys and values; the group that stays keeps its own."""
+    model = four_heads(GPTlite_GQA, n_groups=2)
+    tokens = random_tokens(2, CONTEXT)
+    expected = zeroed_logits(model, tokens, kept, range(N))
+    # by the mean of a group, not by the largest head
+    importance = scores(kept, H) + torch.tensor([[0.0, 1.5, 0.0, 0.0]] if kept == (2, 3) else [[0.0] * 4])
+    pruned = prune(model, importance, torch.zeros(2, N), 2, N)
+    assert_close(pruned(tokens)[0], expected)
+    mha = pruned.blocks[0].mha
+    assert (mha.n_heads, mha.n_groups, mha.key_proj.out_features) == (2, 1, D)
+    assert pruned(tokens)[1][0][0].shape == (2, 1, CONTEXT, D)
+
+
+def test_single_heads_of_a_group_are_refused():
+    model = four_heads(GPTlite_GQA, n_groups=2)
+    with pytest.raises(ValueError, match="2 query heads share keys and values"):
+        prune(model, scores((0,), H), torch.zeros(2, N), 3, N)
+
+
+@given(st.sets(st.integers(0, H - 1), min_size=1, max_size=3), st.integers(1, 12), st.integers(0, 8))
+@settings(max_examples=10)
+def test_generating_with_a_cache(heads, prompt_len, n_tokens):
+    """All forms of cache take the pruned shape; the cache holds the kept heads only."""
+    how = (scores(heads, H), scores(range(40), N), len(heads), 40)
+    prompt = random_tokens(2, prompt_len)
+    n_tokens = min(n_tokens, CONTEXT - prompt_len)
+    expected = generate(prune(four_heads(), *how), prompt, n_tokens, CONTEXT)
+    cached = prune(four_heads(GPTlite_KVCache), *how)
+    assert torch.equal(generate_kvcache(cached, prompt, n_tokens, CONTEXT), expected)
+    static = prune(four_heads(GPTlite_StaticKVCache), *how)
+    buffers = StaticKVCache(static, 2)
+    assert torch.equal(generate_static(static, prompt, n_tokens, buffers), expected)
+    assert cached(prompt)[1][0][0].shape == (2, len(heads), prompt_len, D)
+    assert buffers.k.shape[2] == len(heads)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, N), (H + 1, N), (H, 0), (H, N + 1), (-1, N)], ids=lambda sizes: f"{sizes[0]},{sizes[1]}"
+)
+def test_numbers_out_of_range(sizes):
+    model = four_heads()
+    with pytest.raises(ValueError, match="cannot keep"):
+        prune(model, torch.zeros(2, H), torch.zeros(2, N), *sizes)
+    assert model.blocks[0].mha.n_heads == H and model.blocks[0].ffwd.net[0].out_features == N
+
+
+def test_importances_of_another_model():
+    for heads, neurons in ((torch.zeros(2, 3), torch.zeros(2, N)), (torch.zeros(2, H), torch.zeros(2, 64))):
+        with pytest.raises(ValueError, match="were weighed"):
+            prune(four_heads(), heads, neurons, 2, 32)
+    with pytest.raises(ValueError):
+        prune(four_heads(), torch.zeros(1, H), torch.zeros(1, N), 2, 32)
+
+
+def test_ties_keep_the_first():
+    model = prune(four_heads(), torch.ones(2, H), torch.ones(2, N), 2, 3)
+    dense = four_heads()
+    assert torch.equal(model.blocks[1].ffwd.net[0].weight, dense.blocks[1].ffwd.net[0].weight[:3])
+    assert torch.equal(model.blocks[1].mha.query_proj.weight, dense.blocks[1].mha.query_proj.weight[: 2 * D])
+
+
+def test_pruning_twice_is_pruning_once():
+    """Importances of what is left, as the rounds do."""
+    tokens = random_tokens(2, CONTEXT)
+    once = prune(four_heads(), scores((1, 3), H), scores((5, 7, 90), N), 2, 3)
+    twice = prune(four_heads(), scores((0, 1, 3), H), scores((5, 6, 7, 90), N), 3, 4)
+    prune(twice, scores((1, 2), 3), scores((0, 2, 3), 4), 2, 3)
+    assert torch.equal(once(tokens), twice(tokens))
+
+
+def test_with_kv_cache():
+    model = prune(four_heads(), scores((1, 3), H), scores(range(9), N), 2, 9)
+    cached, tokens = with_kv_cache(model), random_tokens(2, CONTEXT)
+    assert isinstance(cached, GPTlite_KVCache) and type(model) is GPTlite
+    assert_close(cached(tokens)[0], model(tokens))
+    assert_close(utils.cached_logits(cached, tokens, 5)[0], model(tokens))
+    assert cached.fc_out.weight is not model.fc_out.weight
+
+
+# ---- compute_importance ----
+
+
+def importance_by_hand(model, windows):
+    heads, neurons = [], []
+    with torch.no_grad():
+        x = model.token_embedding(windows) + model.position_embedding(torch.arange(windows.shape[1]))
+        for block in model.blocks:
+            mha, h = block.mha, block.ln1(x)
+            q, k, v = (mha.split_heads(f(h)) for f in (mha.query_proj, mha.key_proj, mha.value_proj))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            heads.append(out.square().sum(-1).sqrt().mean(dim=(0, 2)))
+            x = x + mha.out_proj(mha.merge_heads(out))
+            neurons.append(block.ffwd.net[0](block.ln2(x)).clamp(min=0).mean(dim=(0, 1)))
+            x = x + block.ffwd(block.ln2(x))
+    return torch.stack(heads), torch.stack(neurons)
+
+
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_importance_by_hand_and_by_any_split(model_class):
+    expected = importance_by_hand(four_heads(), utils.sample_prompts(DATA, 12, CONTEXT))
+    for n_batches, batch_size in ((1, 12), (12, 1), (3, 4), (4, 3)):
+        heads, neurons = compute_importance(four_heads(model_class), DATA, n_batches, batch_size, CONTEXT)
+        assert heads.shape == (2, H) and neurons.shape == (2, N)
+        assert_close([heads, neurons], expected)
+
+
+def test_importance_in_float32_and_after_pruning():
+    model = four_heads(dtype=torch.float32)
+    single = compute_importance(model, DATA, 1, 12, CONTEXT)
+    assert_close(single, compute_importance(model, DATA, 6, 2, CONTEXT), 1e-5)
+    prune(model, *single, 3, 50)
+    heads, neurons = compute_importance(model, DATA, 1, 12, CONTEXT)
+    assert heads.shape == (2, 3) and neurons.shape == (2, 50)
+
+
+def test_what_is_silent_has_no_importance():
+    model = four_heads()
+    with torch.no_grad():
+        model.blocks[0].ffwd.net[0].weight[5] = 0
+        model.blocks[0].ffwd.net[0].bias[5] = -1.0
+        model.blocks[1].mha.value_proj.weight[2 * D : 3 * D] = 0
+        model.blocks[1].mha.value_proj.bias[2 * D : 3 * D] = 0
+    heads, neurons = compute_importance(model, DATA, 2, 2, CONTEXT)
+    assert neurons[0, 5] == 0 and (neurons[0] == 0).sum() < N / 2
+    assert heads[1, 2] == 0 and (heads == 0).sum() == 1
+
+
+def n_hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hooks_are_removed_and_the_mode_restored(training):
+    model = four_heads(dropout_p=0.5).train(training)
+    assert_close(
+        compute_importance(model, DATA, 2, 3, CONTEXT), compute_importance(four_heads(), DATA, 2, 3, CONTEXT)
+    )
+    assert n_hooks(model) == 0 and model.training is training
+    with pytest.raises(ValueError, match="does not fit the context"):
+        compute_importance(model, DATA, 2, 3, CONTEXT + 1)
+    assert n_hooks(model) == 0 and model.training is training
+
+
+def test_importance_without_text():
+    for n_batches, batch_size in ((0, 4), (4, 0)):
+        with pytest.raises(ValueError, match="are no windows"):
+            compute_importance(four_heads(), DATA, n_batches, batch_size, CONTEXT)
+    with pytest.raises(ValueError, match="too short"):
+        compute_importance(four_heads(), DATA[:CONTEXT], 1, 1, CONTEXT)
+
+
+# ---- Pruning and distilling ----
+
+
+@pytest.mark.parametrize("n_rounds", [1, 3])
+def test_prune_and_distill(n_rounds):
+    teacher = four_heads(dtype=torch.float32)
+    before = copy.deepcopy(teacher.state_dict())
+    student = copy.deepcopy(teacher)
+    torch.manual_seed(0)
+    losses = prune_and_distill(student, teacher, DATA, 2, 40, n_rounds, 7, 1e-3, 2, CONTEXT, n_batches=2)
+    assert len(losses) == 7
+    for block in student.blocks:
+        assert block.mha.n_heads == 2 and block.ffwd.net[0].out_features == 40
+    assert not student.training and n_hooks(student) == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+
+
+def test_cuts_of_the_rounds(monkeypatch):
+    """6 heads to 3 in 5 rounds, equal steps, the last round ends at what was asked for."""
+    seen = []
+
+    def record(student, teacher, data, n_steps, *_):
+        seen.append((student.blocks[0].mha.n_heads, student.blocks[0].ffwd.net[0].out_features, n_steps))
+        return [0.0] * n_steps
+
+    monkeypatch.setattr(main_pruning, "distill", record)
+    model = tiny_model(GPTlite, n_heads=6, d_head=4)
+    prune_and_distill(copy.deepcopy(model), model, DATA, 3, 64, 5, 51, 1e-3, 2, CONTEXT)
+    assert seen == [(5, 115, 10), (5, 102, 10), (4, 90, 10), (4, 77, 10), (3, 64, 11)]
+
+
+def test_nothing_pruned_starts_at_loss_0():
+    teacher = four_heads(dtype=torch.float32)
+    losses = prune_and_distill(
+        copy.deepcopy(teacher), teacher, DATA, H, N, 1, 1, 0.0, 2, CONTEXT, n_batches=1
+    )
+    assert abs(losses[0]) < 1e-6
+
+
+# ---- The script ----
+
+
+def test_script(checkpoint, tmp_path):
+    figure = tmp_path / "figure.png"
+    args = ("--quick", "--repeats", "1", "--json", "-", "--plot", figure)
+    run = run_script("main_pruning.py", *args, checkpoint=checkpoint)
+    report = run.json
+    assert report is not None, run.stderr
+    checks = report["checks"]
+    if checkpoint == utils.GPTLITE_CKPT_PATH:
+        assert run.status == 0, run.stdout
+    else:  # untrained: the teacher knows no more than random weights
+        checks = {name: passed for name, passed in checks.items() if "random weights" not in name}
+    assert checks and all(checks.values()), checks
+    whole, cut, one_shot, rounds, blank = report["rows"]
+    assert whole["baseline"] and whole["divergence"] == 0 and whole["same_best_token"] == 1
+    assert cut["n_parameters"] == one_shot["n_parameters"] == rounds["n_parameters"] == blank["n_parameters"]
+    assert cut["n_parameters"] < 0.55 * whole["n_parameters"]
+    assert one_shot["kv_bytes_per_token"] * 2 == whole["kv_bytes_per_token"] == 2 * 6 * 384 * 4
+    assert one_shot["peak_memory_mb"] < 0.6 * whole["peak_memory_mb"]
+    if checkpoint == utils.GPTLITE_CKPT_PATH:
+        assert whole["valid_loss"] < min(one_shot["valid_loss"], rounds["valid_loss"])
+        assert max(one_shot["valid_loss"], rounds["valid_loss"]) < blank["valid_loss"]
+    assert len(report["why"]) >= 3 and figure.read_bytes().startswith(b"\x89PNG")
+    assert all(len(line) <= 120 for line in run.stdout.splitlines()[:-1] if not line.startswith("  "))
+
+
+@pytest.mark.parametrize("keep", ["0", "1.5"])
+def test_script_refuses_a_share_out_of_range(keep, checkpoint):
+    run = run_script("main_pruning.py", "--quick", "--keep", keep, checkpoint=checkpoint)
+    assert run.status == 2 and run.stderr.strip().splitlines()[-1].startswith("main_pruning.py: cannot keep")

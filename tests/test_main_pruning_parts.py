@@ -1,0 +1,210 @@
+"""Channels and blocks that are cut, against models in which they are zero, and PyTorch's layer norm."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, random_tokens, run_script, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+import inference_utils as utils
+from gptlite import GPTlite
+from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from main_kvcache import generate, generate_kvcache, generate_static
+from main_pruning import with_kv_cache
+from main_pruning_parts import (
+    LayerNorm_Pruned,
+    block_influence,
+    channel_importance,
+    mask_blocks,
+    mask_channels,
+    prune_channels,
+    prune_layer_norm,
+    remove_blocks,
+)
+
+E, CONTEXT = 32, 16
+DATA = random_tokens(1, 400)[0]
+
+
+def importance_of(kept, n=E):
+    scores = torch.zeros(n)
+    scores[list(kept)] = 1.0
+    return scores
+
+
+# ---- Channels ----
+
+
+@given(st.sets(st.integers(0, E - 1), min_size=1), st.integers(0, 99))
+def test_layer_norm_of_some_channels(kept, seed):
+    """Equal to PyTorch's over all channels, the others zero."""
+    kept = torch.tensor(sorted(kept))
+    generator = torch.Generator().manual_seed(seed)
+    norm = torch.nn.LayerNorm(E, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(E, generator=generator))
+        norm.bias.copy_(torch.randn(E, generator=generator))
+    x = 5 * torch.randn(3, len(kept), generator=generator, dtype=torch.float64) + 2  # [B, kept]
+    full = torch.zeros(3, E, dtype=torch.float64)
+    full[:, kept] = x
+    assert_close(prune_layer_norm(norm, kept)(x), norm(full)[:, kept])
+    plain = F.layer_norm(x, x.shape[-1:], norm.weight[kept], norm.bias[kept], norm.eps)
+    assert_close(prune_layer_norm(norm, kept, exact=False)(x), plain)
+    twice = prune_layer_norm(prune_layer_norm(norm, kept), torch.arange(len(kept)))
+    assert twice.n_full == E
+
+
+@given(st.sets(st.integers(0, E - 1), min_size=1), st.integers(1, CONTEXT), st.integers(0, 99))
+def test_channels_that_are_cut_are_channels_that_are_zero(kept, n, seed):
+    tokens, importance = random_tokens(2, n, seed), importance_of(kept)
+    expected = mask_channels(tiny_model(GPTlite), importance, len(kept))(tokens)
+    assert_close(prune_channels(tiny_model(GPTlite), importance, len(kept))(tokens), expected)
+    cached = prune_channels(tiny_model(GPTlite_KVCache), importance, len(kept))
+    assert_close(cached(tokens)[0], expected)
+    assert cached.ln.weight.shape == cached.token_embedding.weight.shape[1:] == (len(kept),)
+
+
+def test_masked_channels_stay_zero():
+    """What the residual stream holds there, in front of every block and of the head, and what is read."""
+    model = mask_channels(tiny_model(GPTlite), importance_of(range(20)), 20)
+    seen = []
+    for module in [*model.blocks, model.ln, *(b.ln1 for b in model.blocks), *(b.ln2 for b in model.blocks)]:
+        module.register_forward_hook(lambda _module, args, out: seen.extend([args[0], out]))
+    model(random_tokens(2, CONTEXT))
+    assert len(seen) == 2 * 7
+    for x in seen:
+        assert not x[..., 20:].any() and x[..., :20].any()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_all_channels_is_the_identity(exact):
+    model, tokens = tiny_model(GPTlite), random_tokens(2, CONTEXT)
+    pruned = prune_channels(copy.deepcopy(model), torch.rand(E), E, exact)
+    assert_close(pruned(tokens), model(tokens))
+    assert isinstance(pruned.ln, LayerNorm_Pruned) == exact
+
+
+def test_plain_channels_are_a_gptlite_of_that_width():
+    """Its weights load into one, it decodes with a cache, and it is not the exact one."""
+    importance, tokens = importance_of(range(4, 24)), random_tokens(2, CONTEXT)
+    pruned = prune_channels(tiny_model(GPTlite), importance, 20, exact=False)
+    narrow = tiny_model(GPTlite, d_model=20)
+    for block in narrow.blocks:
+        for name, n_out, n_in in (("0", 128, 20), ("2", 20, 128)):
+            setattr(block.ffwd.net, name, torch.nn.Linear(n_in, n_out, dtype=torch.float64))
+    utils.load_weights(narrow, pruned.state_dict())
+    assert_close(narrow(tokens), pruned(tokens))
+    assert_close(utils.cached_logits(with_kv_cache(pruned), tokens, 5)[0], pruned(tokens))
+    exact = prune_channels(tiny_model(GPTlite), importance, 20)
+    assert utils.largest_difference(exact(tokens), pruned(tokens)) > 0.1
+
+
+@pytest.mark.parametrize("n", [0, E + 1])
+def test_channels_out_of_range(n):
+    with pytest.raises(ValueError, match="cannot keep"):
+        prune_channels(tiny_model(GPTlite), torch.ones(E), n)
+
+
+def test_channel_importance_by_hand():
+    model, windows = tiny_model(GPTlite), utils.sample_prompts(DATA, 12, CONTEXT)
+    with torch.no_grad():
+        x = model.token_embedding(windows) + model.position_embedding(torch.arange(CONTEXT))
+        expected = torch.zeros(E, dtype=torch.float64)
+        for block in model.blocks:
+            middle = x + block.mha(block.ln1(x))
+            expected += block.ln1(x).abs().mean(dim=(0, 1)) + block.ln2(middle).abs().mean(dim=(0, 1))
+            x = middle + block.ffwd(block.ln2(middle))
+        expected += model.ln(x).abs().mean(dim=(0, 1))
+    assert_close(channel_importance(model, DATA, 12, CONTEXT), expected)
+    assert_close(channel_importance(tiny_model(GPTlite_KVCache), DATA, 12, CONTEXT), expected)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+# ---- Blocks ----
+
+
+@given(st.sets(st.integers(0, 3), max_size=3), st.integers(1, CONTEXT), st.integers(0, 99))
+def test_blocks_that_are_removed_are_blocks_that_add_zero(layers, n, seed):
+    tokens = random_tokens(2, n, seed)
+    expected = mask_blocks(tiny_model(GPTlite, n_layers=4), layers)(tokens)
+    removed = remove_blocks(tiny_model(GPTlite, n_layers=4), layers)
+    assert_close(removed(tokens), expected)
+    assert len(removed.blocks) == 4 - len(layers)
+
+
+def test_caches_of_a_model_without_a_block():
+    """PR-2: three layers of cache, numbered anew, and the same tokens with and without."""
+    prompt = random_tokens(2, 5)
+    model = remove_blocks(tiny_model(GPTlite, n_layers=4), [1])
+    expected = generate(model, prompt, 8, CONTEXT)
+    cached = remove_blocks(tiny_model(GPTlite_KVCache, n_layers=4), [1])
+    assert torch.equal(generate_kvcache(cached, prompt, 8, CONTEXT), expected)
+    assert torch.equal(generate_kvcache(with_kv_cache(model), prompt, 8, CONTEXT), expected)
+    assert len(cached(prompt)[1]) == 3
+    static = remove_blocks(tiny_model(GPTlite_StaticKVCache, n_layers=4), [1])
+    buffers = StaticKVCache(static, 2)
+    assert torch.equal(generate_static(static, prompt, 8, buffers), expected)
+    assert buffers.k.shape[0] == len(static.blocks) == 3
+    # the names of a saved model are those of a model with three layers
+    three = utils.load_weights(tiny_model(GPTlite, n_layers=3), model.state_dict())
+    assert torch.equal(three(prompt), model(prompt))
+
+
+@pytest.mark.parametrize("layers", [[4], [-1], [0, 1, 2, 3]], ids=str)
+def test_blocks_that_cannot_be_removed(layers):
+    model = tiny_model(GPTlite, n_layers=4)
+    with pytest.raises(ValueError, match="cannot remove blocks"):
+        remove_blocks(model, layers)
+    assert len(model.blocks) == 4
+
+
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_block_influence(model_class):
+    model, windows = tiny_model(model_class, n_layers=3), utils.sample_prompts(DATA, 12, CONTEXT)
+    mask_blocks(model, [1])
+    influence = block_influence(model, DATA, 12, CONTEXT)
+    x = model.token_embedding(windows) + model.position_embedding(torch.arange(CONTEXT))
+    out = model.blocks[0](x)
+    out = out[0] if isinstance(out, tuple) else out
+    cosine = (x * out).sum(-1) / (x.norm(dim=-1) * out.norm(dim=-1))
+    assert_close(influence[0], 1 - cosine.mean())
+    assert abs(influence[1]) < 1e-12 and influence[2] > 1e-3
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+# ---- The script ----
+
+
+def test_script(checkpoint, tmp_path):
+    figure = tmp_path / "figure.png"
+    args = ("--quick", "--repeats", "1", "--json", "-", "--plot", figure)
+    run = run_script("main_pruning_parts.py", *args, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr + run.stdout
+    report = run.json
+    assert len(report["checks"]) >= 5 and all(report["checks"].values())
+    whole, depth, width, channels = report["rows"]
+    assert whole["baseline"]
+    for row in (depth, width, channels):
+        assert row["n_parameters"] == pytest.approx(depth["n_parameters"], rel=0.01)
+        assert 0.6 * whole["n_parameters"] < row["n_parameters"] < 0.7 * whole["n_parameters"]
+        assert row["peak_memory_mb"] < 0.8 * whole["peak_memory_mb"]
+    # fewer blocks or heads have less cache, fewer channels have as much
+    cache = [row["kv_bytes_per_token"] for row in (whole, depth, width, channels)]
+    assert cache == [18432, 12288, 12288, 18432]
+    blocks, parts = report["sweeps"].values()
+    assert [row["block"] for row in blocks] == list(range(6))
+    if checkpoint == utils.GPTLITE_CKPT_PATH:  # the first block is what all others read
+        assert max(blocks, key=lambda row: row["rise of the validation loss"])["block"] == 0
+        assert max(blocks, key=lambda row: row["1 - cosine of input and output"])["block"] == 0
+    assert {row["part"] for row in parts} >= {"neurons", "heads", "channels, exact", "blocks"}
+    assert report["why"] and figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("n", ["0", "6"])
+def test_script_refuses_to_remove_nothing_or_everything(n, checkpoint):
+    run = run_script("main_pruning_parts.py", "--quick", "--blocks", n, checkpoint=checkpoint)
+    assert run.status == 2
+    assert run.stderr.strip().splitlines()[-1] == f"main_pruning_parts.py: --blocks is 1 to 5, not {n}"
