@@ -106,10 +106,10 @@ class Block_KVCache(Block):
 
 
 class Linear_AllCores(nn.Linear):
-    """nn.Linear whose product with a single row, a decode step of one sequence, uses every core.
+    """nn.Linear whose product with few rows, as in a decode step, uses every core.
 
-    A product of one row is bound by reading the weights, and PyTorch leaves it to one thread on a CPU.
-    Cut by output features into one product a thread, it reads them with all. Several rows, 16-bit types
+    A product of few rows is bound by reading the weights, and PyTorch leaves much of it to one thread on a
+    CPU. Cut by output features into one product a thread, it reads them with all. Many rows, 16-bit types
     and other devices are better served by the usual product, and get it.
     """
 
@@ -117,13 +117,13 @@ class Linear_AllCores(nn.Linear):
 
     def forward(self, x):
         """[..., E_in] -> [..., E_out]"""
-        n = self.n_parts
-        one_row = x.numel() == self.in_features and x.is_cpu and x.dtype.itemsize >= 4
-        if not one_row or n == 1:
+        n, n_rows = self.n_parts, x.numel() // self.in_features
+        if n == 1 or not 1 <= n_rows <= 32 or not x.is_cpu or x.dtype.itemsize < 4:
             return super().forward(x)
         parts = self.weight.view(n, self.out_features // n, self.in_features)  # [n, E_out / n, E_in]
-        out = torch.bmm(x.reshape(1, 1, -1).expand(n, 1, -1), parts.transpose(1, 2))  # [n, 1, E_out / n]
-        out = out.view(*x.shape[:-1], self.out_features)  # [..., E_out]
+        rows = x.reshape(1, n_rows, -1).expand(n, -1, -1)  # [n, rows, E_in]
+        out = torch.bmm(rows, parts.transpose(1, 2))  # [n, rows, E_out / n]
+        out = out.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)  # [..., E_out]
         return out if self.bias is None else out + self.bias
 
 

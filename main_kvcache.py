@@ -289,7 +289,7 @@ if __name__ == "__main__":
             )
             report.why(
                 f"PyTorch leaves a product of one row to one thread: {p.d_model} by {4 * p.d_model} takes "
-                f"{whole:.2f} ms so, {cut:.2f} ms cut into {layers[0].n_parts} (Linear_AllCores, batch 1)."
+                f"{whole:.2f} ms so, {cut:.2f} ms cut into {layers[0].n_parts} (Linear_AllCores)."
             )
         knee = limits.flops_per_s * args.dtype.itemsize / 2 / limits.bytes_per_s
         if args.batch_size > 1 and single["static"].tpot_ms:
