@@ -1,0 +1,348 @@
+"""Second and third level of a prefix cache: what the radix tree evicts goes to host memory, then to files.
+
+Evicting throws away keys and values that were paid for. Here they are copied out first, in pages of 16 tokens
+under the hash of all text up to their end; host memory keeps the most recent ones and hands the others on to
+files. A new request takes what the tree has, then page after page from the levels below, and computes the
+rest. Exact: a page comes back bit for bit, or not at all (a file is checked when it is read).
+
+Run: python main_radix_offload.py            (--batch-size 4 serves four at a time)
+
+Source: Liu et al., LMCache, 2025; Qin et al., Mooncake, 2025; Zheng et al., SGLang, 2024.
+Left out: copying while the model computes (here a step waits), and layer by layer.
+"""
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+from inference_utils import write_atomically
+from main_block_cache import block_keys
+from main_radix_cache import RadixCache
+
+
+def fingerprint(model):
+    """32 bytes that differ for other weights or another type: pages of another model are never found."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(to_bytes(tensor))
+    return digest.digest()
+
+
+def to_bytes(tensor):
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class PageStore:
+    """Pages under their keys: the most recently used in host memory, others in files.
+
+    Args: n_host: pages in host memory at most; folder: where files go, None for no files; n_files: files
+        at most. The least recently used page leaves a level first. Files that are there already are used.
+    """
+
+    def __init__(self, n_host, folder=None, n_files=10**6):
+        self.n_host, self.n_files, self.folder = n_host, n_files, folder and Path(folder)
+        self.host = OrderedDict()  # key -> page [L, P, 2, H, D], the least recently used first
+        found = sorted(self.folder.glob("*.kv")) if folder else []
+        self.files = OrderedDict.fromkeys(bytes.fromhex(path.stem) for path in found)
+        self.n_damaged = self.bytes_written = self.bytes_read = 0  # of files
+
+    def path(self, key):
+        return self.folder / f"{key.hex()}.kv"
+
+    def __contains__(self, key):
+        return key in self.host or key in self.files
+
+    def touch(self, keys):
+        """Makes the pages of a text the most recently used, the first one last: the others need it."""
+        for level in (self.host, self.files):
+            for key in reversed(keys):
+                if key in level:
+                    level.move_to_end(key)
+
+    def put(self, key, page):
+        """Keeps a page in host memory; the least recently used ones there go to files."""
+        self.host[key] = page
+        while len(self.host) > self.n_host:
+            oldest, page = self.host.popitem(last=False)
+            if self.folder and oldest not in self.files:
+                self.write(oldest, page)
+
+    def write(self, key, page):
+        """A file is the hash of key and data, then the data; it is there as a whole or not at all."""
+        data = to_bytes(page)
+        check = hashlib.sha256(key + data).digest()
+        write_atomically(self.path(key), lambda path: path.write_bytes(check + data))
+        self.files[key] = None
+        self.bytes_written += len(data)
+        while len(self.files) > self.n_files:
+            self.path(self.files.popitem(last=False)[0]).unlink(missing_ok=True)
+
+    def read(self, key, like):
+        """The page of a file, or None if the file is gone or not what was written; then it is forgotten."""
+        try:
+            content = self.path(key).read_bytes()
+        except OSError:
+            content = b""
+        check, data = content[:32], content[32:]
+        if check != hashlib.sha256(key + data).digest() or len(data) != like.numel() * like.element_size():
+            del self.files[key]
+            self.path(key).unlink(missing_ok=True)
+            self.n_damaged += 1
+            return None
+        self.bytes_read += len(data)
+        return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)  # [L, P, 2, H, D]
+
+    def get(self, key, like):
+        """(page, "host" or "file"), or (None, None). like: a tensor of a page's shape and type."""
+        if key in self.host:
+            return self.host[key], "host"
+        page = self.read(key, like) if key in self.files else None
+        if page is None:
+            return None, None
+        self.put(key, page)
+        return page, "file"
+
+
+class OffloadingCache(RadixCache):
+    """A RadixCache that saves what it evicts, and brings it back when a sequence is admitted.
+
+    Args: store: PageStore; page_size: tokens of a page; root: see block_keys, the model's fingerprint.
+    """
+
+    def __init__(self, model, n_slots, store, page_size=16, root=b""):
+        super().__init__(model, n_slots)
+        self.store, self.page_size, self.root_key = store, page_size, root
+        self.n_loaded = {"host": 0, "file": 0}  # tokens
+
+    def text(self, node):
+        """Token ids and slots of all tokens up to the end of a node."""
+        ids, slots = [], []
+        while node is not None:
+            ids, slots, node = node.key + ids, node.slots + slots, node.parent
+        return ids, slots
+
+    def forget(self, leaf, n):
+        """As RadixCache, after saving every full page that loses a token; the last one first."""
+        (ids, slots), size = self.text(leaf), self.page_size
+        keys = list(block_keys(ids, size, self.root_key))
+        for j in reversed(range((len(ids) - n) // size, len(keys))):
+            if keys[j] not in self.store:
+                page = self.kv[:, slots[j * size : (j + 1) * size], 0]  # [L, P, 2, H, D]
+                self.store.put(keys[j], page.cpu())
+        super().forget(leaf, n)
+
+    def fetch(self, ids, n):
+        """Pages that follow the first n tokens of ids without a gap: list of (place in the text, page)."""
+        size, (n_layers, _, _, *rest) = self.page_size, self.kv.shape
+        like = self.kv.new_empty((n_layers, size, *rest), device="cpu")  # [L, P, 2, H, D]
+        keys, pages = list(block_keys(ids, size, self.root_key)), []
+        for j in range(n // size, len(keys)):
+            page, level = self.store.get(keys[j], like)
+            if page is None:
+                break
+            self.n_loaded[level] += (j + 1) * size - max(j * size, n)
+            pages.append((j * size, page))
+        self.store.touch(keys)
+        return pages
+
+    def grow(self, sequence, n):
+        """As BlockPool, for a sequence that starts behind what the tree has of it; loads what follows."""
+        pages = self.fetch(sequence.ids[:-1], sequence.done)  # held before growing evicts anything
+        super().grow(sequence, n)
+        for start, page in pages:
+            first, stop = sequence.done, start + self.page_size
+            self.kv[:, sequence.table[first:stop], 0] = page[:, first - start :].to(self.kv.device)
+            sequence.done = stop
+
+
+if __name__ == "__main__":
+    from functools import partial
+    from tempfile import TemporaryDirectory
+
+    import inference_report as rep
+    import inference_utils as utils
+    from data.shakespeare import get_shakespeare_data
+    from gptlite import GPTlite, get_gptlite_model_parameters
+    from gptlite_paged import BlockPool, GPTlite_Paged, Sequence
+    from main_block_cache import (
+        compare,
+        each_as_alone,
+        make_workloads,
+        serve_chats,
+        working_set,
+    )
+    from main_paged_attention import PagedScheduler
+    from main_radix_cache import RadixScheduler
+
+    parser = rep.options(__doc__, repeats=2)
+    parser.add_argument("--batch-size", type=rep.positive_int, default=1, help="texts served at a time")
+    parser.add_argument("--n-requests", type=rep.positive_int, help="requests of a workload (default: 12)")
+    with rep.script(parser) as args, TemporaryDirectory() as folder:
+        p, dev, quick, B, size = get_gptlite_model_parameters(), args.device, args.quick, args.batch_size, 16
+        n_requests = args.n_requests or (8 if quick else 12)
+        margin, enough = max(1e-3, 2 * utils.TOLERANCE[args.dtype]), p.seqlen  # tokens of the longest text
+        vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
+        utils.check_length(valid_data, p.seqlen)
+        model, paged = (
+            utils.load_model(c, vocab_size, args.checkpoint).to(dev, args.dtype)
+            for c in (GPTlite, GPTlite_Paged)
+        )
+        root, folders = fingerprint(paged), (Path(folder) / str(i) for i in range(10**6))
+        generator = torch.Generator().manual_seed(args.seed)
+        workloads = make_workloads(valid_data, n_requests, 4 if quick else 28, generator)
+        columns = {
+            "n_found": ("from tree", "{}"),
+            "n_host": ("from host", "{}"),
+            "n_file": ("from files", "{}"),
+            "mb_written": ("MB to files", "{:.0f}"),
+        }
+        config = {"batch_size": B, "page_size": size, "n_requests": n_requests}
+        report = rep.Report(args, "offloaded prefix cache", paged, columns, **config)
+        clean = True
+
+        def new_store(n_host, files=True):
+            folder = next(folders)
+            folder.mkdir()
+            return PageStore(n_host, folder if files else None)
+
+        def in_order(pool):  # longest first would answer all questions to a document while it is in the tree
+            return RadixScheduler(paged, pool, longest_first=False, max_running=B)
+
+        def offloading(n_slots, store):
+            return in_order(OffloadingCache(paged, n_slots, store, size, root))
+
+        levels = ("no cache", "tree", "tree, host", "tree, host, files")
+
+        def scheduler_of(way, n_slots, n_pages):
+            if way == "no cache":
+                return PagedScheduler(paged, BlockPool(paged, B * enough // size, size), max_running=B)
+            if way == "tree":
+                return in_order(RadixCache(paged, n_slots))
+            store = new_store(n_pages // 4) if way.endswith("files") else new_store(n_pages // 2, False)
+            return offloading(n_slots, store)
+
+        for name in ("documents", "chats"):
+            chats, n_new = workloads[name]
+            sequences, _ = serve_chats(scheduler_of("no cache", 0, 0), chats, n_new)
+            reference, kept = [s.ids for s in sequences], working_set(sequences, size)
+            n_slots, n_pages = max(kept // 4, enough), kept // size  # a pool of a quarter of what is used
+            schedulers = {way: partial(scheduler_of, way, n_slots, n_pages) for way in levels}
+            results, computed = compare(paged, schedulers, chats, n_new, args.repeats), {}
+            for way, (scheduler, sequences, figures) in results.items():
+                pool = scheduler.pool
+                same = way != "no cache" and [s.ids for s in sequences] == reference
+                same = same or each_as_alone(model, sequences, margin)  # where two logits tie
+                report.check(f"{name}, {way}: each request gets the tokens it gets alone", same)
+                clean &= len(pool.free) == pool.n_blocks and not any(pool.ref)
+                if isinstance(pool, OffloadingCache):
+                    figures |= {"n_host": pool.n_loaded["host"], "n_file": pool.n_loaded["file"]}
+                    figures["mb_written"] = pool.store.bytes_written / 1e6
+                report.row(f"{name}: {way}", baseline=way == "no cache", same_output=same, **figures)
+                computed[way] = figures["forward_tokens"]
+            falling = list(computed.values()) == sorted(computed.values(), reverse=True)
+            report.check(f"{name}: no level makes more tokens be computed", falling)
+
+            # Another process with the same folder; then one whose files were damaged
+            left = results["tree, host, files"][0].pool.store
+            for damaged in (False, True):
+                if damaged:
+                    for path in sorted(left.folder.glob("*.kv"))[::2]:
+                        content = bytearray(path.read_bytes())
+                        content[-1] ^= 1
+                        path.write_bytes(content)
+                scheduler = offloading(n_slots, PageStore(n_pages // 4, left.folder))
+                sequences, _ = serve_chats(scheduler, chats, n_new)
+                same = [s.ids for s in sequences] == reference or each_as_alone(model, sequences, margin)
+                n_file, n_damaged = scheduler.pool.n_loaded["file"], scheduler.pool.store.n_damaged
+                title = f"{name}, files of an earlier run{', every second damaged' if damaged else ''}"
+                seen = (n_damaged > 0) == damaged and n_file > 0
+                report.check(f"{title}: {n_file} tokens, {n_damaged} refused, the same text", same and seen)
+        report.check("at the end all slots are free and all reference counts zero, in every pool", clean)
+
+        # One prompt alone, 192 of its 200 tokens from each level
+        T, n, n_runs = 200, 192, 3 if quick else max(args.repeats, 10)
+        ids = utils.sample_prompts(valid_data, 2, T)[1].tolist()
+        saved = offloading(T, new_store(10**6, files=False))
+        saved.add(Sequence(0, list(ids), T + 1))
+        saved.step()
+        data = saved.pool.kv[:, saved.pool.match(ids)[:n], 0]  # [L, n, 2, H, D]
+        saved.pool.evict(T)
+        in_files = new_store(0)
+        for key, page in saved.pool.store.host.items():
+            in_files.put(key, page)
+        stores = {"nowhere": new_store(0), "files": in_files, "host": saved.pool.store, "tree": new_store(0)}
+        waiting = {}  # a new pool for each run
+        for level, store in stores.items():
+            pools = [OffloadingCache(paged, T, store, size, root) for _ in range(n_runs + 1)]
+            for pool in pools if level == "tree" else ():
+                pool.insert(ids[:n], slots := pool.allocate(n))
+                pool.kv[:, slots, 0] = data
+                pool.release(slots)
+            waiting[level] = iter(pools)
+        asked = [*ids[:n], (ids[n] + 1) % vocab_size, *ids[n + 1 :]]
+
+        def method(level):
+            def run():
+                scheduler = RadixScheduler(paged, next(waiting[level]))
+                scheduler.add(Sequence(0, list(asked), T + 1))
+                scheduler.step()
+                return scheduler.pool
+
+            return utils.Method(level, run, [paged])
+
+        results = utils.measure([method(level) for level in stores], 1, n_runs)
+        bits = {level: m.output.kv[:, m.output.match(ids)[:n], 0] for level, m in results.items()}
+        same = all(torch.equal(bits[level], data) for level in ("files", "host", "tree"))
+        report.check("keys and values come back bit for bit from every level", same)
+        n_computed = {level: m.forward_tokens for level, m in results.items()}
+        right = n_computed == {"nowhere": T, "files": T - n, "host": T - n, "tree": T - n}
+        report.check(f"{n} of {T} tokens are found at each level", right)
+        ttft = {level: m.ttft_ms for level, m in results.items()}
+        mb = data.nbytes / 1e6
+        lines = [
+            {
+                "found in": level,
+                "computed": n_computed[level],
+                "MB loaded": mb if level in ("files", "host") else 0,
+                "TTFT ms": ttft[level],
+                "ms a found token": max(ttft[level] - ttft["tree"], 0) / n,
+                "times faster": ttft["nowhere"] / ttft[level],
+            }
+            for level in stores
+        ]
+        report.sweep(f"A prompt of {T} tokens alone, {n} of them found", lines)
+
+        each = {line["found in"]: line["ms a found token"] for line in lines}
+        flops = rep.forward_cost(p, vocab_size, 1, T, 0, args.dtype).flops / T  # of a token
+        token_bytes, limits = data.nbytes / n, rep.measure_ceilings(dev, args.dtype)
+        least = 1000 * flops / limits.flops_per_s
+        report.why(
+            f"A token costs {flops / 1e6:.0f} MFLOP to compute and {token_bytes / 1e3:.1f} kB to load: "
+            f"{each['nowhere']:.3f} ms computed (at least {least:.3f}, "
+            f"{rep.share_of(least, each['nowhere'])} reached), {each['host']:.3f} ms from host memory, "
+            f"{each['files']:.3f} ms from files, which are read, hashed and copied."
+        )
+        pays = token_bytes / max(each["nowhere"], 1e-9) / 1e6  # GB/s
+        report.why(
+            f"Loading pays from a level that gives more than {pays:.3f} GB/s. Where 50 TFLOP/s are computed, "
+            f"on a busy GPU, that is {token_bytes * 50e12 / flops / 1e9:.0f} GB/s, more than most links "
+            "give: a model this small computes anew there. Larger ones compute more for each byte, and gain."
+        )
+        rows = {row["method"]: row for row in report.data["rows"]}
+        for name in ("documents", "chats"):
+            row, less = rows[f"{name}: tree, host, files"], rows[f"{name}: tree"]
+            report.why(
+                f"{name}, a pool of a quarter of what is used: {row['n_found']} prompt tokens found in the "
+                f"tree, {row['n_host']} in host memory, {row['n_file']} in files; "
+                f"{row['forward_tokens']} tokens computed, with the tree alone {less['forward_tokens']}."
+            )
+        if args.plot:
+            figure, axes = rep.new_figure()
+            axes.bar(list(ttft), list(ttft.values()))
+            axes.set(xlabel=f"{n} of {T} tokens found in", ylabel="TTFT (ms)")
+            axes.set_title(f"Where a prefix comes back from, {report.data['config']['device_name']}")
+            rep.save_figure(figure, args.plot)
+        report.finish()
