@@ -111,8 +111,8 @@ class MultiHeadAttention(nn.Module):
 
     def split_heads(self, x):
         """[B, T, H*D] -> [B, H, T, D]"""
-        B, T, _ = x.shape
-        return x.view(B, T, -1, self.d_head).transpose(1, 2)
+        B, T, width = x.shape
+        return x.view(B, T, width // self.d_head, self.d_head).transpose(1, 2)
 
     def merge_heads(self, x):
         """[B, H, T, D] -> [B, T, H*D]"""

@@ -106,11 +106,12 @@ class Block_KVCache(Block):
 
 
 class Linear_AllCores(nn.Linear):
-    """nn.Linear whose product with few rows, as in a decode step, uses every core.
+    """nn.Linear whose product with few rows, as in a decode step, is spread over the cores.
 
     A product of few rows is bound by reading the weights, and PyTorch leaves much of it to one thread on a
-    CPU. Cut by output features into one product a thread, it reads them with all. Many rows, 16-bit types
-    and other devices are better served by the usual product, and get it.
+    CPU. Cut by output features into equal products, as many as divide them and at most one a thread, it
+    reads them with several. Many rows, 16-bit types and other devices get the usual product, which serves
+    them better.
     """
 
     n_parts = 1
@@ -132,12 +133,13 @@ class GPTlite_KVCache(GPTlite):
 
     block_class = Block_KVCache
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
+        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
         for module in self.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear_AllCores  # the same parameters under the same names
-                module.n_parts = math.gcd(torch.get_num_threads(), module.out_features)
+                n_out, n_threads = module.out_features, torch.get_num_threads()
+                module.n_parts = max(n for n in range(1, n_threads + 1) if n_out % n == 0)
 
     def forward(self, x, kv_cache=None, max_seqlen=None):
         """New tokens [B, Sq] and the caches of the earlier ones -> (logits [B, Sq, V], caches).
@@ -270,7 +272,10 @@ class Block_StaticKVCache(Block_KVCache):
 
 
 class GPTlite_StaticKVCache(GPTlite_KVCache):
-    """GPTlite over a StaticKVCache, which it writes in place. For inference only (no dropout)."""
+    """GPTlite over a StaticKVCache, which it writes in place. For inference only (no dropout, no gradients).
+
+    Raises ValueError for a cache of another batch size or another model's shape.
+    """
 
     block_class = Block_StaticKVCache
 
@@ -293,7 +298,12 @@ class GPTlite_StaticKVCache(GPTlite_KVCache):
         positions = kv_cache.position.clamp(max=kv_cache.window - 1)  # [1]
         return self.run_blocks(x, positions, kv_cache, fixed_shapes=True)
 
+    @torch.no_grad()  # a graph of gradients would grow in the buffers, step by step
     def run_blocks(self, x, positions, kv_cache, fixed_shapes=False):
+        mha, found = self.blocks[0].mha, list(kv_cache.k.shape)
+        wanted = [len(self.blocks), x.shape[0], mha.n_heads, kv_cache.window, mha.d_head]
+        if found != wanted:  # one of another batch size would be broadcast over without a word
+            raise ValueError(f"a cache {found} does not fit: this model and batch need {wanted}")
         x = self.token_embedding(x) + self.position_embedding(positions)  # [B, Sq, E]
         for layer, block in enumerate(self.blocks):
             x = block(x, kv_cache, layer, fixed_shapes)  # [B, Sq, E]

@@ -30,11 +30,11 @@ def fold_output_bias(head_weight, head_bias, norm_bias):
         in float64. It exists where V <= E and the rows of head_weight are independent.
     Raises: ValueError where it does not exist.
     """
-    weight, bias = head_weight.detach().double().cpu(), head_bias.detach().double().cpu()
+    weight, bias = head_weight.detach().cpu().double(), head_bias.detach().cpu().double()  # not on mps
     shift = torch.linalg.lstsq(weight, bias[:, None], driver="gelsd").solution[:, 0]  # [E]
     if not torch.allclose(weight @ shift, bias, atol=1e-6):
         raise ValueError(f"no layer norm bias replaces the output bias of a head {list(weight.shape)}")
-    return norm_bias.detach().double().cpu() + shift  # [E]
+    return norm_bias.detach().cpu().double() + shift  # [E]
 
 
 def opt_state_dict(model):

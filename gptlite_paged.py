@@ -245,5 +245,5 @@ def choose_tokens(logits, sequences, temperature=0.0, seed=0):
             number = (seed * 1_000_003 + sequence.request) * 4096 + len(sequence.ids)
             generator = torch.Generator().manual_seed(number % 2**63)
             row.exponential_(generator=generator).log_().neg_()
-        logits = logits / temperature + noise.to(logits.device)  # [B, V]
+        logits = (logits / temperature).cpu() + noise  # [B, V], on the CPU: mps has no float64
     return logits.argmax(dim=-1).tolist()

@@ -110,8 +110,18 @@ class SlotBatch:
 
     @torch.no_grad()
     def forward(self, newcomers=()):
-        """Adds newcomers, computes what is not in the cache; returns each sequence's next logits [B, V]."""
+        """Adds newcomers, computes what is not in the cache; returns each sequence's next logits [B, V].
+
+        Raises ValueError for more newcomers than n_free(), and for one that a slot cannot hold; after that,
+        as after any other error, the batch is as it was before.
+        """
         n, W = len(self.running), self.seqlen
+        if len(newcomers) > self.n_free():
+            raise ValueError(f"{len(newcomers)} newcomers for {self.n_free()} free slots")
+        for sequence in newcomers:
+            T, end = len(sequence.tokens), sequence.end
+            if not 1 <= T <= W or end > W + 1:
+                raise ValueError(f"{T} tokens that become {end}: a slot holds 1 to {W}, one more is not read")
         tokens = [sequence.tokens[-1] for sequence in self.running]
         positions = [min(len(sequence.tokens), W) - 1 for sequence in self.running]  # held ones may be past W
         slots, prompts, n_keys = list(range(n)), [], max(positions, default=-1) + 1
@@ -124,15 +134,16 @@ class SlotBatch:
         # nothing of a slot's last occupant may stay: masked keys weigh 0, but 0 * NaN would be NaN
         self.k[:, n : n + len(prompts)] = 0
         self.v[:, n : n + len(prompts)] = 0
-        self.running += newcomers
         tokens, positions, slots = torch.tensor([tokens, positions, slots], device=self.k.device)  # [N]
         last = [*range(n), *(rows.stop - 1 for rows in prompts)]
         step = Step(positions, slots, torch.tensor(last, device=self.k.device), prompts, n, n_keys)
-        return self.model(tokens, step, self.k, self.v)
+        logits = self.model(tokens, step, self.k, self.v)  # [B, V]
+        self.running += newcomers
+        return logits
 
     def step(self, newcomers=()):
         """One token for every sequence, newcomers included; returns those that are finished and leave."""
-        chosen = self.forward(newcomers).argmax(dim=-1).tolist()  # [B]
+        chosen = self.forward(newcomers).argmax(dim=-1).tolist()  # [B], the lowest id of tied ones
         for sequence, token in zip(self.running, chosen, strict=True):
             if not sequence.finished:
                 sequence.tokens.append(token)

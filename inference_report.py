@@ -7,10 +7,13 @@ do at most, so that a report can say why a figure is what it is.
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -20,9 +23,11 @@ import torch
 
 from inference_utils import (
     GPTLITE_CKPT_PATH,
+    ROOT,
     TOLERANCE,
     Timer,
     first_difference,
+    first_wrong_choice,
     n_parameters,
     peak_memory_mb,
     pick_device,
@@ -32,10 +37,16 @@ from inference_utils import (
 # ---- Options ----
 
 
+LARGEST_INT = 2**31 - 1  # of sizes and steps: beyond it their products overflow
+LARGEST_COUNT = 2**43 - 1  # of seeds as well: seed * 1_000_003 + step stays below 2**63
+
+
 def positive_int(text):
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a number from 1 up")
+    if value > LARGEST_INT:
+        raise argparse.ArgumentTypeError(f"{value} is too large: at most {LARGEST_INT}")
     return value
 
 
@@ -43,30 +54,60 @@ def count(text):
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    if value > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{value} is too large: at most {LARGEST_COUNT}")
     return value
 
 
-def options(doc, repeats=5, checkpoint=GPTLITE_CKPT_PATH, checkpoint_help="trained weights"):
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to an option's help where there is one to tell, and calls a number N."""
+
+    def _get_help_string(self, action):
+        default = action.default
+        if default is None or default is False or default is argparse.SUPPRESS or "default" in action.help:
+            return action.help
+        if isinstance(default, Path) and default.is_relative_to(ROOT):
+            default = default.relative_to(ROOT)
+        if isinstance(default, list):
+            default = " ".join(map(str, default)) or "none"
+        return f"{action.help} (default: {str(default).replace('%', '%%')})"
+
+    def _get_default_metavar_for_optional(self, action):
+        is_text = action.type in (None, str, Path)
+        return super()._get_default_metavar_for_optional(action) if is_text else "N"
+
+
+def options(
+    doc,
+    repeats=5,
+    checkpoint=GPTLITE_CKPT_PATH,
+    checkpoint_help="trained weights",
+    plot=True,
+    dtype=True,
+):
     """An argument parser with the options that every script has.
 
-    Args: doc: the script's docstring, which becomes its help page; the others are defaults.
+    Args: doc: the script's docstring, which becomes its help page; repeats, checkpoint: defaults;
+        plot=False leaves out --plot in a script without a figure, dtype=False leaves out --dtype in one
+        that does not change the type of the weights, repeats=None leaves out --repeats in one that times
+        nothing twice: such an option is refused then, and args has it all the same (None, float32, 1).
     """
-    formatter = type(
-        "Formatter",
-        (argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter),
-        {},
-    )
-    parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
+    parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
+    parser.set_defaults(dtype="float32", plot=None, repeats=1)
     add = parser.add_argument_group("options of every script").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where to run")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="type of the weights")
+    if dtype:
+        types = ["float32", "bfloat16", "float16"]
+        add("--dtype", choices=types, default="float32", help="type of the weights")
     add("--seed", type=count, default=42, help="seed of everything that is drawn")
     add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
     add("--data", metavar="FILE", type=Path, help="own text instead of the plays, same characters")
     add("--json", metavar="FILE", help="write the report as JSON; - for the last line of the output")
-    add("--plot", metavar="FILE.png", type=Path, help="write the figure")
+    if plot:
+        add("--plot", metavar="FILE.png", type=Path, help="write the figure")
     add("--quick", action="store_true", help="smallest run that still exercises and checks everything")
-    add("--repeats", type=positive_int, default=repeats, help="timed runs of each method")
+    if repeats is not None:
+        add("--repeats", type=positive_int, default=repeats, help="timed runs of each method")
     return parser
 
 
@@ -79,8 +120,11 @@ def check_writable(path, suffixes=()):
         raise ValueError(f"{path} is a folder or a device; a file is needed")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
-    write_atomically(path.with_name(path.name + ".probe"), lambda p: p.write_bytes(b""))
-    path.with_name(path.name + ".probe").unlink()
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name + ".", suffix=".probe"):
+        pass  # a new name: no file that is there is touched
+
+
+OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "multiplication overflow")
 
 
 @contextlib.contextmanager
@@ -92,16 +136,21 @@ def script(parser):
     error and exit status 2, Ctrl-C one line and 130; a reader that goes away (head) ends the run quietly.
     """
     name = Path(sys.argv[0]).name
+    for stream in ("stdout", "stderr"):  # None where the shell has closed it: >&-
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))
     if hasattr(sys.stdout, "reconfigure"):  # a locale without UTF-8 must not stop a report
         sys.stdout.reconfigure(errors="backslashreplace")
     args = parser.parse_args()
     try:
         args.device = pick_device(args.device)
         args.dtype = getattr(torch, args.dtype)
-        if args.json and args.json != "-":
+        if args.json is not None and args.json != "-":
             check_writable(args.json)
-        if args.plot:
+        if args.plot is not None:
             check_writable(args.plot, (".png", ".pdf", ".svg"))
+            if importlib.util.find_spec("matplotlib") is None:  # now, and not after the work
+                raise ModuleNotFoundError("--plot needs matplotlib: python -m pip install matplotlib")
         torch.manual_seed(args.seed)
         yield args
         sys.stdout.flush()
@@ -118,7 +167,7 @@ def script(parser):
         print(f"{name}: {line}", file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:  # the CPU's allocator has no exception class of its own
-        if "can't allocate memory" not in str(error):
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         print(f"{name}: out of memory, try smaller sizes", file=sys.stderr)
         sys.exit(2)
@@ -244,6 +293,15 @@ def cell(value, form="{}"):
     return value if isinstance(value, str) else form.format(value)
 
 
+def without_nan(value):
+    """The same value for JSON, which knows neither NaN nor infinity: they become None."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Report:
     """Collects what a script measured, prints it as one page of text, and writes it as JSON.
 
@@ -302,27 +360,40 @@ class Report:
 
         Args: methods, results: what measure() took and gave, the baseline first; outputs are prompt and
             generated tokens [B, T + n]; prompt [B, T]; logits [B, n, V]: those that chose the baseline's
-            tokens, as far as equality is promised; suffix: added to the names; figures: {method: {key:
-            figure}} that come from elsewhere.
+            tokens, as far as equality is promised: where that is not the end, the names of the checks
+            say so and the output is called approximate; suffix: added to the names; figures: {method:
+            {key: figure}} that come from elsewhere. Two best logits that rounding may swap are a tie;
+            behind one each token must be what the baseline's model would choose after these very tokens.
         """
-        prompt_len, n = prompt.shape[1], logits.shape[1]
+        prompt_len, baseline = prompt.shape[1], methods[0]
+        n_generated = results[baseline.name].output.shape[1] - prompt_len
+        n = min(logits.shape[1], n_generated)  # tokens that are compared
+        compared = "same tokens" if n == n_generated else f"same first {n} of {n_generated} tokens"
         margin = max(1e-3, 2 * TOLERANCE[logits.dtype])  # closer logits are a tie to this type
-        reference = results[methods[0].name].output[:, prompt_len : prompt_len + n]  # [B, n]
+        reference = results[baseline.name].output[:, prompt_len : prompt_len + n]  # [B, n]
         for method in methods:
-            generated = results[method.name].output[:, prompt_len : prompt_len + n]  # [B, n]
-            first = first_difference(generated, reference, logits, margin)
+            output = results[method.name].output[:, : prompt_len + n]  # [B, T + n]
+            generated = output[:, prompt_len:]  # [B, n]
+            first = first_difference(generated, reference, logits[:, :n], margin)
+            if first is None:
+                same = (generated == reference).cumprod(dim=1).sum(dim=1)  # [B]: tokens before the tie
+                if (same + 1 < n).any():
+                    first = first_wrong_choice(baseline.models[0], output, same + 1, prompt_len, margin)
+            same_output = first is None
+            if same_output and n < n_generated and method is not baseline:
+                same_output = "approximate"
             self.row(
                 method.name + suffix,
                 results[method.name],
-                baseline=method is methods[0],
+                baseline=method is baseline,
                 peak_memory_mb=peak_memory_mb(method.run, *method.models, inputs=[prompt, *method.buffers]),
                 n_parameters=n_parameters(method.models[0]),
-                same_output=first is None,
+                same_output=same_output,
                 first_difference=first,
                 **(figures or {}).get(method.name, {}),
             )
-            if method is not methods[0]:
-                self.check(f"{method.name}{suffix}: same tokens as {methods[0].name}", first is None)
+            if method is not baseline:
+                self.check(f"{method.name}{suffix}: {compared} as {baseline.name}", first is None)
 
     def sweep(self, title, rows):
         """A further table: rows are dictionaries with the same keys, which become the headings."""
@@ -377,13 +448,13 @@ class Report:
         return "\n\n".join(blocks)
 
     def finish(self):
-        """Prints the report, writes the JSON, and ends the script with status 1 if a check is false."""
+        """Writes the JSON, prints the report, and ends the script with status 1 if a check is false."""
+        line = json.dumps(without_nan(self.data), allow_nan=False)
+        if self.args.json not in (None, "-"):  # first: whoever reads the page may stop reading (head)
+            write_atomically(self.args.json, lambda path: path.write_text(line + "\n"))
         print(self.text())
-        line = json.dumps(self.data)
         if self.args.json == "-":
             print(line)
-        elif self.args.json:
-            write_atomically(self.args.json, lambda path: path.write_text(line + "\n"))
         if not all(self.data["checks"].values()):
             sys.stdout.flush()
             sys.exit(1)

@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+import shlex
 import statistics
 import time
 from collections import namedtuple
@@ -89,11 +90,14 @@ def load_checkpoint(path=GPTLITE_CKPT_PATH):
     """Reads a state dictionary: names to float32 tensors, without the prefixes of wrapped models.
 
     Raises: FileNotFoundError (with the command that makes the file) and ValueError for a file that is
-    truncated, or holds anything but tensors by name; code in a pickle is never run.
+    truncated, or holds anything but dense tensors of finite numbers, each name once; code in a pickle is
+    never run.
     """
     path = Path(path)
     if not path.is_file():
-        command = f"python main_training.py --checkpoint {path}"
+        size = ["--size", "distilled"] if path.name == GPTLITE_DISTILLED_CKPT_PATH.name else []
+        output = path if path.suffix.lower() == ".pth" else f"{path}.pth"  # it writes no other names
+        command = shlex.join(["python", "main_training.py", *size, "--checkpoint", str(output)])
         raise FileNotFoundError(f"no checkpoint {path}: '{command}' makes one")
     state = load_file(path)
     if not isinstance(state, dict) or not state:
@@ -104,7 +108,14 @@ def load_checkpoint(path=GPTLITE_CKPT_PATH):
             raise ValueError(f"{path} holds more than tensors ({name}): save model.state_dict() alone")
         while name.startswith(PREFIXES):
             name = name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1])
-        tensors[name] = tensor.float() if tensor.is_floating_point() else tensor
+        if name in tensors:
+            raise ValueError(f"{path} holds {name} twice, with and without a prefix")
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.is_floating_point():
+            kind = "without values" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            raise ValueError(f"{path}: {name} is {kind}; weights are dense floating-point tensors")
+        tensors[name] = tensor.float()
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"{path}: {name} holds NaN or infinity: training went wrong, train it again")
     return tensors
 
 
@@ -361,7 +372,8 @@ def cache_bytes_per_token(tensors, n_tokens, n_sequences):
 def sample_prompts(data, n_prompts, prompt_len):
     """Prompts cut from the data at even distances, the same at every call: [n_prompts, prompt_len]."""
     check_length(data, prompt_len)
-    starts = torch.linspace(0, len(data) - prompt_len - 1, n_prompts).long()  # [n_prompts]
+    # in integers: the steps of floating-point numbers are wider than a token in a long text
+    starts = torch.arange(n_prompts) * (len(data) - prompt_len - 1) // max(n_prompts - 1, 1)  # [n_prompts]
     return torch.stack([data[start : start + prompt_len] for start in starts.tolist()])
 
 
@@ -399,12 +411,13 @@ TOLERANCE = {  # largest difference of logits that rounding explains, by type
 
 
 def largest_difference(a, b):
-    """max |a - b|, infinite where either holds a NaN that the other does not, or shapes differ."""
-    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+    """max |a - b|, infinite where either holds a NaN (nothing equals it) or shapes differ."""
+    if a.shape != b.shape or a.isnan().any() or b.isnan().any():
         return math.inf
     if a.numel() == 0:
         return 0.0
-    return (a.double() - b.double()).nan_to_num(0.0).abs().max().item()
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()  # on the CPU: mps has no float64
+    return torch.where(a == b, 0.0, a - b).abs().max().item()  # equal infinities differ by nothing
 
 
 def first_difference(tokens, reference, logits, margin=1e-3):
@@ -428,12 +441,29 @@ def first_difference(tokens, reference, logits, margin=1e-3):
 
 
 @torch.no_grad()
+def first_wrong_choice(model, output, starts, prompt_len, margin):
+    """Where an output leaves what the model itself would choose behind the very tokens before it.
+
+    Args: model: token ids [B, T] -> logits [B, T, V], or a tuple that begins with them; output: prompt and
+        generated tokens [B, T + n], n at least 1; starts: the generated token of each row from which on
+        to look, int64 [B]; prompt_len: T; margin: a token may fall this much behind the best logit.
+    Returns: the first such position among the n, or None.
+    """
+    logits = model(output[:, :-1])  # [B, T + n - 1, V]
+    logits = (logits[0] if isinstance(logits, tuple) else logits)[:, prompt_len - 1 :]  # [B, n, V]
+    chosen = logits.gather(-1, output[:, prompt_len:, None])[..., 0]  # [B, n]
+    wrong = ~(logits.amax(dim=-1) - chosen <= margin)  # so written, a NaN is no success
+    wrong &= torch.arange(wrong.shape[1], device=wrong.device) >= starts[:, None]  # [B, n]
+    return wrong.nonzero()[:, 1].min().item() if wrong.any() else None
+
+
+@torch.no_grad()
 def cached_logits(model, tokens, prompt_len):
     """Logits [B, T, V] of tokens [B, T] as decoding computes them: the prompt at once, the rest one by one.
 
     Returns them and the last cache. model: (token ids, cache) -> (logits, cache).
     """
-    rows, cache = [], None
+    rows, cache, prompt_len = [], None, max(prompt_len, 1)
     for start in (0, *range(prompt_len, tokens.shape[1])):
         piece = tokens[:, start : max(start + 1, prompt_len)]  # [B, S]
         logits, cache = model(piece, cache)  # [B, S, V]

@@ -133,7 +133,7 @@ if __name__ == "__main__":
     from main_distillation import LR, compare_with_teacher
     from main_training import MultiHeadAttention_Training, model_for_training
 
-    parser = rep.options(__doc__, repeats=3, checkpoint_help="weights of the teacher")
+    parser = rep.options(__doc__, repeats=3, checkpoint_help="weights of the teacher", plot=False)
     parser.add_argument("--steps", type=rep.positive_int, default=250, help="training steps of each student")
     parser.add_argument("--top-k", type=rep.positive_int, nargs="+", default=[8, 4, 1], help="values to keep")
     with rep.script(parser) as args:

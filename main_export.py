@@ -13,15 +13,15 @@ Source: Zhang et al., OPT: Open Pre-trained Transformer Language Models, 2022.
 import copy
 import json
 import shutil
+import tempfile
+from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models
 
 from gptlite import GPTlite
 from gptlite_opt import BLOCK_NAMES, POSITION_OFFSET, fold_output_bias, opt_from_gptlite
+from inference_utils import load_weights
 
 BIASES = ("ln.bias", "fc_out.bias")  # of GPTlite; OPT holds their sum, as seen by the head
 
@@ -32,6 +32,8 @@ def character_tokenizer(vocabulary):
     It is byte-pair encoding without any pair to join. Encoding and decoding give back every text of these
     characters; any other character becomes a question mark.
     """
+    from tokenizers import Tokenizer, decoders, models
+
     token_of = {character: token for token, character in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.BPE(vocab=token_of, merges=[], unk_token="?"))
     tokenizer.decoder = decoders.Fuse()  # joins the characters without spaces between
@@ -45,6 +47,8 @@ def export_folder(model, vocabulary, folder):
     Raises: ValueError where the folder exists and holds something, or the vocabulary has another size;
         OSError where it cannot be written. The folder is whole or not there.
     """
+    from safetensors.torch import save_file
+
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder; give a new name")
@@ -52,17 +56,17 @@ def export_folder(model, vocabulary, folder):
         n_tokens = model.token_embedding.num_embeddings
         raise ValueError(f"{len(vocabulary)} characters do not name the {n_tokens} tokens of this model")
     opt = opt_from_gptlite(model)
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()  # one level only: a mistyped path is an error, not a new tree
+    # a new name beside it, as NAME.part may be someone's; a mistyped path is an error, not a new tree
+    part = Path(tempfile.mkdtemp(prefix=folder.name + ".", suffix=".part", dir=folder.parent))
     try:
+        part.chmod(0o755)
         opt.config.architectures = ["OPTForCausalLM"]
         opt.config.dtype = opt.dtype
         opt.config.save_pretrained(part)
         opt.generation_config.save_pretrained(part)
         # the two biases in front of their sum, as text in the header: other readers pass over it
         state = model.state_dict()
-        biases = {name: json.dumps(state[name].double().tolist()) for name in BIASES}
+        biases = {name: json.dumps(state[name].cpu().double().tolist()) for name in BIASES}
         weights = {name: tensor.contiguous().cpu() for name, tensor in opt.state_dict().items()}
         save_file(weights, part / "model.safetensors", metadata={"format": "pt"} | biases)
         (part / "model.safetensors").chmod(0o644)  # as readable as the files beside it
@@ -79,6 +83,46 @@ def export_folder(model, vocabulary, folder):
         raise
 
 
+def architecture(config):
+    """(layers, width, heads, context) of an OPT configuration. Raises ValueError for one GPTlite is not."""
+    if not isinstance(config, dict):
+        raise ValueError("config.json holds no settings by name")
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    for key in keys:
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise ValueError(f"{key} is {config.get(key)}, not a number from 1 up")
+    n_layers, width, n_heads, seqlen = (config[key] for key in keys)
+    if width % n_heads:
+        raise ValueError(f"num_attention_heads is {n_heads}, which does not divide the width of {width}")
+    wanted = {
+        "model_type": "opt",
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "word_embed_proj_dim": width,
+        "ffn_dim": 4 * width,
+    }
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]}, not {value}")
+    return n_layers, width, n_heads, seqlen
+
+
+def written_biases(state, kept):
+    """Both biases as export_folder wrote them; {} where the weights are no longer those it wrote.
+
+    Args: state: GPTlite's weights, the output bias in the last layer norm; kept: header of the file.
+    """
+    try:
+        biases = {n: torch.tensor(json.loads(kept[n]), dtype=torch.float64).to(state[n]) for n in BIASES}
+        if any(biases[n].shape != state[n].shape for n in BIASES):
+            return {}
+        folded = fold_output_bias(state["fc_out.weight"], biases["fc_out.bias"], biases["ln.bias"])  # [E]
+    except (KeyError, TypeError, ValueError, RuntimeError):  # none, or another program's
+        return {}
+    rounding = 4 * torch.finfo(state["ln.bias"].dtype).eps * folded.abs().max()
+    return biases if (folded - state["ln.bias"].double()).abs().max() <= rounding else {}
+
+
 def import_folder(folder, model_class=GPTlite):
     """Reads a GPTlite from a folder with an OPT model of its architecture.
 
@@ -86,82 +130,86 @@ def import_folder(folder, model_class=GPTlite):
     Returns: (model in evaluation mode, in the folder's type; vocabulary, a string). What export_folder
         wrote comes back to the bit; weights that others have changed come back with the output bias in the
         last layer norm.
-    Raises: ValueError for another architecture or a tokenizer of more than characters; OSError for a
-        missing or damaged file.
+    Raises: ValueError for another architecture, a tokenizer of more than characters, weights that do not
+        fit these or are damaged; OSError for a missing file.
     """
+    from safetensors import safe_open
+
     folder = Path(folder)
+    weights = folder / "model.safetensors"
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         characters = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-        weights = folder / "model.safetensors"
         if not weights.is_file():
             raise FileNotFoundError(2, "No such file or directory", str(weights))
         with safe_open(weights, framework="pt") as file:
             opt = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
             kept = file.metadata() or {}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder} does not hold a whole model folder: {error!r}") from error
     except Exception as error:  # safetensors has an exception of its own for a damaged file
         if isinstance(error, OSError):
             raise
         raise ValueError(f"{weights} is damaged: {error}") from error
-    width = config.get("hidden_size")
-    wanted = {
-        "model_type": "opt",
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "word_embed_proj_dim": width,
-        "ffn_dim": 4 * width if width else None,
-    }
-    for key, value in wanted.items():
-        if config.get(key, value) != value or value is None:
-            raise ValueError(
-                f"{folder} is not GPTlite's architecture: {key} is {config.get(key)}, not {value}"
-            )
-    vocabulary = "".join(sorted(characters, key=characters.get))
-    if sorted(characters.values()) != list(range(len(vocabulary))):
+    try:
+        n_layers, width, n_heads, seqlen = architecture(config)
+    except ValueError as error:
+        raise ValueError(f"{folder} is not GPTlite's architecture: {error}") from error
+    single = isinstance(characters, dict) and len(characters) > 0
+    single = single and all(len(c) == 1 and type(token) is int for c, token in characters.items())
+    if not single or sorted(characters.values()) != list(range(len(characters))):
         raise ValueError(f"{folder}: GPTlite's tokens are single characters, this tokenizer has others")
-    n_heads, seqlen = config["num_attention_heads"], config["max_position_embeddings"]
-    n_layers, d_head = config["num_hidden_layers"], width // n_heads
-    model = model_class(len(vocabulary), width, n_heads, d_head, n_layers, 0.0, seqlen)
-    prefix = "model.decoder."
-    state = {
-        "token_embedding.weight": opt[prefix + "embed_tokens.weight"],
-        "position_embedding.weight": opt[prefix + "embed_positions.weight"][POSITION_OFFSET:],
-        "ln.weight": opt[prefix + "final_layer_norm.weight"],
-        "ln.bias": opt[prefix + "final_layer_norm.bias"],
-        "fc_out.weight": opt.get("lm_head.weight", opt[prefix + "embed_tokens.weight"]),
+    vocabulary = "".join(sorted(characters, key=characters.get))
+    for name, tensor in opt.items():
+        if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(f"{weights}: {name} is {tensor.dtype}; export the model unquantised")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{weights} is damaged: {name} holds NaN or infinity")
+
+    embedding = "model.decoder.embed_tokens.weight"
+    if "lm_head.weight" not in opt and embedding in opt:
+        opt["lm_head.weight"] = opt[embedding]  # tied
+    outer = {
+        "token_embedding.weight": embedding,
+        "position_embedding.weight": "model.decoder.embed_positions.weight",
+        "ln.weight": "model.decoder.final_layer_norm.weight",
+        "ln.bias": "model.decoder.final_layer_norm.bias",
+        "fc_out.weight": "lm_head.weight",
     }
-    state["fc_out.bias"] = torch.zeros_like(state["fc_out.weight"][:, 0])
-    for layer in range(n_layers):
-        for ours, theirs in BLOCK_NAMES.items():
-            for kind in ("weight", "bias"):
-                state[f"blocks.{layer}.{ours}.{kind}"] = opt[f"{prefix}layers.{layer}.{theirs}.{kind}"]
-    if all(name in kept for name in BIASES):
-        biases = {
-            name: torch.tensor(json.loads(kept[name]), dtype=torch.float64).to(state[name]) for name in BIASES
-        }
-        folded = fold_output_bias(state["fc_out.weight"], biases["fc_out.bias"], biases["ln.bias"])  # [E]
-        rounding = 4 * torch.finfo(state["ln.bias"].dtype).eps * folded.abs().max()
-        if (folded - state["ln.bias"].double()).abs().max() <= rounding:  # still the weights as written
-            state |= biases
-    model.to(state["fc_out.weight"].dtype).load_state_dict(state)
+    inner = (
+        (f"blocks.{layer}.{ours}.{kind}", f"model.decoder.layers.{layer}.{theirs}.{kind}")
+        for layer in range(n_layers)
+        for ours, theirs in BLOCK_NAMES.items()
+        for kind in ("weight", "bias")
+    )
+    state = {}
+    for ours, theirs in chain(outer.items(), inner):  # found all before a model of this size is made
+        if theirs not in opt:
+            raise ValueError(f"{weights} does not fit config.json: it lacks {theirs}")
+        state[ours] = opt[theirs]
+    if len(opt) > len(state):
+        raise ValueError(f"{weights} does not fit config.json: it holds {len(opt)} tensors, not {len(state)}")
+    n_positions = seqlen + POSITION_OFFSET
+    for name, n in (("token_embedding.weight", len(vocabulary)), ("position_embedding.weight", n_positions)):
+        if state[name].shape != (n, width):
+            found = list(state[name].shape)
+            raise ValueError(f"{weights} does not fit its folder: {outer[name]} is {found}, not {[n, width]}")
+    state["position_embedding.weight"] = state["position_embedding.weight"][POSITION_OFFSET:]  # [T, E]
+    state["fc_out.bias"] = state["fc_out.weight"].new_zeros(len(vocabulary))  # [V]
+    model = model_class(len(vocabulary), width, n_heads, width // n_heads, n_layers, 0.0, seqlen)
+    load_weights(model.to(state["fc_out.weight"].dtype), state, str(weights))
+    model.load_state_dict(written_biases(state, kept), strict=False)
     return model.eval(), vocabulary
 
 
 if __name__ == "__main__":
-    import tempfile
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     import inference_report as rep
     import inference_utils as utils
     from data.shakespeare import VOCABULARY, decode, encode, get_shakespeare_data
     from gptlite_kvcache import GPTlite_KVCache
     from main_kvcache import generate_kvcache
 
-    parser = rep.options(__doc__)
+    parser = rep.options(__doc__, plot=False)
     parser.add_argument("folder", nargs="?", type=Path, help="folder to write; must not exist yet")
     parser.add_argument("--read", metavar="FOLDER", type=Path, help="read this folder instead of writing one")
     parser.add_argument("--output", metavar="FILE.pth", type=Path, help="checkpoint that --read writes")
@@ -172,6 +220,10 @@ if __name__ == "__main__":
             if args.folder or not args.output:
                 raise ValueError("--read FOLDER needs --output FILE.pth, and no other folder")
             rep.check_writable(args.output, (".pth",))
+        import safetensors  # noqa: F401  (named first where it is missing)
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
@@ -185,7 +237,7 @@ if __name__ == "__main__":
             if vocabulary != VOCABULARY:
                 raise ValueError(f"{folder} has other characters than data/shakespeare.py")
             if args.read:
-                model = back.to(args.device, args.dtype)
+                model = copy.deepcopy(back).to(args.device, args.dtype)  # what is written stays as it was
             offline = {"local_files_only": True}
             opt = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **offline)
             opt = opt.to(args.device).eval()

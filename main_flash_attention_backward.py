@@ -70,6 +70,7 @@ def flash_attention_recomputed(Q, K, V, causal_mask=True, tile_q=64, tile_k=64):
 
 
 if __name__ == "__main__":
+    import copy
     import statistics
     from functools import partial
 
@@ -87,6 +88,7 @@ if __name__ == "__main__":
     with rep.script(parser) as args:
         p, dev, quick, dtype = get_gptlite_model_parameters(), args.device, args.quick, args.dtype
         H, D, W, L, tile = p.n_heads, p.d_head, p.seqlen, p.n_layers, args.tile
+        tolerances = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of gradients
         B = min(args.batch_size, 2) if quick else args.batch_size
         lengths = (256, 512, 1024) if quick else (256, 512, 1024, 2048, 4096)
         vocab_size, train_data, _, _, _ = get_shakespeare_data(args.data)
@@ -101,18 +103,30 @@ if __name__ == "__main__":
             loss = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
             return torch.autograd.grad(loss, [*model.parameters()])
 
+        def share_apart(gradients, expected, scales=None):
+            """Largest difference in any tensor, as a share of the largest gradient in that tensor."""
+            shares = []
+            for a, b, scale in zip(gradients, expected, scales or expected, strict=True):
+                shares.append(utils.largest_difference(a.float(), b.float()) / scale.abs().max().item())
+            return max(shares)
+
         tokens = utils.sample_prompts(train_data, B, W + 1).to(dev)  # [B, T + 1]
         x, y = tokens[:, :-1], tokens[:, 1:]  # [B, T]
         steps = {name: partial(training_step, m, x, y) for name, m in models.items()}
         step_ms = utils.alternating_ms(steps, args.repeats, dev)
-        expected, step_mb = steps["textbook"](), {}
+        # compared in float32, as six layers of rounding to 16 bits would hide what is wrong
+        found = {name: training_step(copy.deepcopy(m).float(), x, y) for name, m in models.items()}
+        names, step_mb = [name for name, _ in models["textbook"].named_parameters()], {}
+        by_name = dict(zip(names, found["textbook"], strict=True))
+        # softmax ignores a shift of all keys: the gradient of their bias is 0, what is found is rounding
+        scales = [by_name[name.replace("key_proj.bias", "query_proj.bias")] for name in names]
         for name, step in steps.items():
-            apart = max(map(utils.largest_difference, step(), expected))
-            same = apart <= utils.TOLERANCE[dtype]
+            apart = share_apart(found[name], found["textbook"], scales)
+            same = apart <= tolerances[torch.float32]
             step_mb[name] = utils.peak_memory_mb(step, models[name], inputs=(x, y))
             figures = {"step_ms": step_ms[name], "peak_memory_mb": step_mb[name], "same_output": same}
             report.row(name, baseline=name == "textbook", **figures)
-        report.check(f"GPTlite, SDPA: gradients differ by {apart:.0e}", same)
+        report.check(f"GPTlite, SDPA: gradients (float32) differ by {apart:.0e} of a tensor's largest", same)
 
         # Attention alone
         forms = {
@@ -136,12 +150,12 @@ if __name__ == "__main__":
             both = {name: partial(gradients, form, Q, K, V, grad) for name, form in forms.items()}
             forward_ms, ms = (utils.alternating_ms(runs, args.repeats, dev) for runs in (forward, both))
             for name, run in both.items():
-                apart = max(utils.largest_difference(a.float(), b) for a, b in zip(run(), exact, strict=True))
+                apart = share_apart(run(), exact)
                 worst[name] = max(worst[name], apart)
                 sweep[T, name] = {"tokens": T, "form": name, "forward ms": forward_ms[name]}
                 sweep[T, name] |= {"both ms": ms[name], "speed-up": ms["textbook"] / ms[name]}
                 sweep[T, name] |= {"peak MB": utils.peak_memory_mb(run, inputs=(Q, K, V, grad))}
-                sweep[T, name] |= {"largest difference": apart}
+                sweep[T, name] |= {"difference / largest": apart}
         title = f"Attention alone, forward and backward, {H} heads of {D}, causal, tiles of {tile}"
         report.sweep(title, [*sweep.values()])
         small = torch.randn(3, 1, 2, 7, 3, dtype=torch.float64)  # finite differences need float64
@@ -149,9 +163,9 @@ if __name__ == "__main__":
         checked = partial(flash_attention_recomputed, causal_mask=True, tile_q=2, tile_k=3)
         passed = torch.autograd.gradcheck(checked, (Q[:, :, :5], K, V), raise_exception=False)
         report.check("from scratch: gradients equal finite differences (gradcheck)", passed)
-        for name in [*forms][1:]:  # in 16 bits the textbook form itself rounds
-            equal = worst[name] <= 1e-4 + 2 * worst["textbook"]
-            report.check(f"{name}: gradients differ by {worst[name]:.1e} at most", equal)
+        for name in [*forms][1:]:
+            equal = worst[name] <= tolerances[dtype]
+            report.check(f"{name}: gradients differ by {worst[name]:.1e} of a tensor's largest", equal)
         for name in ("textbook", "from scratch", "SDPA") if dev.type != "mps" else ():
             points = [(math.log(n), math.log(sweep[n, name]["peak MB"])) for n in lengths[-4:]]
             slope = statistics.linear_regression(*zip(*points, strict=True)).slope
@@ -182,11 +196,16 @@ if __name__ == "__main__":
             f"{ratio[1]:.1f} SDPA. Reading recorded tiles spares the repeated product and takes "
             f"{recorded['both ms'] / ours['both ms']:.2f} times the time of recomputing them."
         )
-        faster = next((n for n in lengths if sweep[n, "from scratch"]["speed-up"] > 1), "no")
+        slower = [n for n in lengths if sweep[n, "from scratch"]["speed-up"] <= 1]
         report.why(
-            f"From scratch trains faster than the textbook form from {faster} tokens on, at {T} by "
-            f"{ours['speed-up']:.1f} times, SDPA by {fused['speed-up']:.1f}; below that length the calls of "
-            "PyTorch cost more than the traffic they spare."
+            f"At {T} tokens from scratch trains {ours['speed-up']:.1f} times as fast as the textbook form, "
+            f"SDPA {fused['speed-up']:.1f} times. "
+            + (
+                f"Up to {slower[-1]} from scratch can lose: there its calls of PyTorch cost more than the "
+                "traffic they spare."
+                if slower
+                else f"From scratch wins at every length here, from {lengths[0]} on."
+            )
         )
         if dev.type != "mps":
             report.why(

@@ -51,7 +51,7 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters, scaled_dot_product_attention
 
-    parser = rep.options(__doc__, repeats=3)
+    parser = rep.options(__doc__, repeats=3, plot=False)
     parser.add_argument(
         "--batch-size", type=rep.positive_int, default=16, help="sequences of GPTlite's shape"
     )

@@ -47,6 +47,7 @@ def flash_decoding(q, K, V, n_splits):
         raise ValueError(f"flash decoding takes one query per sequence, not {n_queries}")
     if n_splits < 1:
         raise ValueError(f"the keys need at least 1 split, not {n_splits}")
+    n_splits = min(n_splits, max(Sk, 1))  # more would be empty, and take memory
     size = max(math.ceil(Sk / n_splits), 1)  # keys of a split
     n_whole = Sk // size  # splits of that size; the next may be shorter, and those after it empty
     n_rows = 2 ** (n_splits - 1).bit_length()  # one a split, and empty ones up to a power of two

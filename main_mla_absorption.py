@@ -35,7 +35,7 @@ if __name__ == "__main__":
     from gptlite_kvcache import scaled_dot_product_attention_kv_cache
     from main_mla import MultiHeadAttention_MLA
 
-    parser = rep.options(__doc__, repeats=3)
+    parser = rep.options(__doc__, repeats=3, plot=False)
     parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="sequences of the batch")
     parser.add_argument(
         "--d-latent", type=int, nargs="+", default=[384, 192, 96, 48], help="width of latents"

@@ -89,7 +89,7 @@ if __name__ == "__main__":
     from main_gqa import attention_inputs
     from main_mla import GPTlite_MLA, convert_mha_to_mla
 
-    parser = rep.options(__doc__, repeats=1)
+    parser = rep.options(__doc__, repeats=1, plot=False)
     parser.add_argument(
         "--d-latent", type=int, nargs="+", default=[384, 192, 128, 96, 48], help="numbers a token and layer"
     )

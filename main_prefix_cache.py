@@ -19,7 +19,7 @@ from main_kvcache import generate_kvcache
 
 def cache_length(kv_cache):
     """Number of tokens in a cache: one (k, v) a layer, [B, H, S, D] each. None holds none."""
-    return 0 if kv_cache is None else kv_cache[0][0].shape[-2]
+    return kv_cache[0][0].shape[-2] if kv_cache else 0
 
 
 def cache_bytes(kv_cache):
@@ -49,7 +49,7 @@ def check_fits(n_prefix, n_request, n_tokens, seqlen):
 def compute_prefix_cache(model, prefix):
     """Runs the shared tokens [1, P] through the model, once: returns their cache, None for an empty prefix.
 
-    Raises ValueError for a prefix longer than the model's context.
+    It belongs to these weights, others need another. Raises ValueError for more tokens than the context.
     """
     check_fits(prefix.shape[1], 0, 0, model.seqlen)
     return model(prefix)[1] if prefix.shape[1] else None
@@ -98,6 +98,8 @@ def wrong_reuse(model, prompts, kv_cache):
 
 
 if __name__ == "__main__":
+    import math
+
     import inference_report as rep
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
@@ -185,23 +187,45 @@ if __name__ == "__main__":
 
         limits = rep.measure_ceilings(dev, dtype)
         least = {n: rep.lower_bound_ms(cost[n], limits) for n in (0, P)}
-        per_token = max(ttft[0] - ttft[T - 1], 1e-9) / max(T - 1, 1)
-        report.why(
-            f"With {P} of {T} tokens stored a prompt costs {cost[0].flops / cost[P].flops:.1f} times fewer "
-            f"operations, and its TTFT is {ttft[0] / ttft[P]:.1f} times lower. This machine's "
-            f"{limits.flops_per_s / 1e9:.0f} GFLOP/s and {limits.bytes_per_s / 1e9:.0f} GB/s allow "
-            f"{least[0]:.1f} and {least[P]:.1f} ms: share reached {rep.share_of(least[0], ttft[0])} and "
-            f"{rep.share_of(least[P], ttft[P])}."
-        )
-        report.why(
-            f"One token takes {ttft[T - 1]:.1f} ms, each further one {per_token:.3f} ms, and only the latter "
-            f"is saved: a factor of 2 needs {ttft[T - 1] / per_token:.0f} stored tokens. Where that exceeds "
-            "the context (GPUs), a prompt alone gains nothing, only full batches do."
-        )
-        report.why(
-            f"The prefix took {prefill_ms:.1f} ms once and holds {stored_mb:.2f} MB: the second request pays "
-            "it back. Decoding is no faster: a step reads all keys and values, the stored ones too."
-        )
+        machine = f"{limits.flops_per_s / 1e9:.0f} GFLOP/s and {limits.bytes_per_s / 1e9:.0f} GB/s"
+        if P:
+            report.why(
+                f"With {P} of {T} tokens stored a prompt needs {cost[0].flops / cost[P].flops:.1f} times "
+                f"fewer operations; its TTFT goes from {ttft[0]:.1f} to {ttft[P]:.1f} ms. This machine's "
+                f"{machine} allow {least[0]:.1f} and {least[P]:.1f} ms: share reached "
+                f"{rep.share_of(least[0], ttft[0])} and {rep.share_of(least[P], ttft[P])}."
+            )
+        else:
+            report.why(
+                f"No token is stored, so both rows compute all {T}, in {ttft[0]:.1f} ms. This machine's "
+                f"{machine} allow {least[0]:.1f} ms: share reached {rep.share_of(least[0], ttft[0])}."
+            )
+        per_token = (ttft[0] - ttft[T - 1]) / max(T - 1, 1)  # ms
+        if per_token > 0:
+            n_least = math.ceil(ttft[T - 1] / per_token)  # stored ones, behind them one to compute
+            needs = f"at least {n_least} stored tokens, and more for a longer request"
+            if n_least >= W:
+                needs = f"more stored tokens than the context of {W} holds"
+            report.why(
+                f"One token takes {ttft[T - 1]:.1f} ms, each further one {per_token:.3f} ms, and only the "
+                f"latter is saved: a factor of 2 needs {needs}. With fewer a prompt alone gains less than a "
+                "factor of 2; in a full batch every request saves its tokens."
+            )
+        else:
+            report.why(
+                f"One token takes {ttft[T - 1]:.1f} ms, the prompt of {T} {ttft[0]:.1f} ms: too short to "
+                "save time by storing it."
+            )
+        saved = ttft[0] - ttft[P]  # ms
+        if P:
+            paid = "not even 1000 pay it back"
+            if 1000 * saved > prefill_ms:
+                paid = f"{math.ceil(prefill_ms / saved)} pay it back"
+            report.why(
+                f"The prefix took {prefill_ms:.1f} ms once and holds {stored_mb:.2f} MB; a request alone "
+                f"saves {saved:.1f} ms by it: {paid}. Decoding is no faster: a step reads all keys and "
+                "values, the stored ones too."
+            )
         report.why(
             "Wrong reuse raises no error, it changes the text. So ids are compared, and all of them; not the "
             "text, which a tokenizer may cut in another way when something else follows."

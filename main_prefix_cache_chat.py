@@ -18,17 +18,38 @@ from main_kvcache import generate_kvcache
 from main_prefix_cache import cache_bytes, cache_length, check_fits, common_length, match_prefix
 
 
+def own_memory(t):
+    """The tensor, or a copy where it is a view that keeps more bytes in memory than its own."""
+    return t.clone() if t.untyped_storage().nbytes() > t.numel() * t.element_size() else t
+
+
 class PrefixStore:
     """Token ids -> KV cache. The longest common beginning wins, the least recently used entry leaves.
 
-    The key is the token ids themselves: not a text, and not a short hash of them. A store belongs to one
-    model. Entries share no bytes: two chats hold their system prompt twice (blocks or a tree avoid that).
+    The key is the token ids themselves: not a text, and not a short hash of them. A store holds what one
+    model computed: see use(). Entries share no bytes: two chats hold their system prompt twice (blocks or a
+    tree avoid that).
     """
 
     def __init__(self, capacity_bytes):
         self.capacity_bytes = capacity_bytes
         self.entries = OrderedDict()  # tuple of token ids -> cache, least recently used first
         self.n_bytes = self.n_evicted = 0
+        self.model, self.weights = None, []
+
+    def use(self, model):
+        """Says whose keys and values these are; for another model, or other weights, the store is emptied.
+
+        To be called before the first put: what was stored earlier is of an unknown model, and goes too.
+        Seen are new tensors and changes in place (load_state_dict, an optimizer), but not those through
+        .data, which PyTorch does not count.
+        """
+        weights = [(p.detach(), p._version) for p in model.parameters()]  # kept: no other gets their memory
+        old, new = ([(p.data_ptr(), version) for p, version in each] for each in (self.weights, weights))
+        if old != new:
+            self.entries.clear()
+            self.n_bytes = 0
+        self.model, self.weights = model, weights
 
     def match(self, tokens):
         """Token ids -> (n, cache of the first n of them, None for n = 0), n as large as the store allows.
@@ -36,6 +57,8 @@ class PrefixStore:
         At most len(tokens) - 1: the last token has to run through the model, its logits are not stored.
         The cache is a view of the entry, to be read only.
         """
+        if self.model is not None:
+            self.use(self.model)  # nothing of before its weights changed
         asked = tokens[:-1]
         longest = max(self.entries, key=lambda stored: common_length(stored, asked), default=())
         n, kv_cache = match_prefix(tokens, longest, self.entries.get(longest))
@@ -46,11 +69,14 @@ class PrefixStore:
     def put(self, tokens, kv_cache):
         """Stores the cache of these tokens, [1, H, len(tokens), D] a layer, if the capacity allows it.
 
-        Entries that are a beginning of it go: it contains them. Raises ValueError if sizes do not agree.
+        Entries that are a beginning of it go: it contains them. A view of a larger tensor is copied, or it
+        would keep all of that in memory. Raises ValueError if sizes do not agree.
         """
         key, n_bytes = tuple(tokens), cache_bytes(kv_cache)
         if len(key) != cache_length(kv_cache) or kv_cache and kv_cache[0][0].shape[0] != 1:
             raise ValueError(f"{len(key)} tokens of one sequence need a cache of as many, and of batch 1")
+        if not key:
+            return
         contains_it = next((stored for stored in self.entries if stored[: len(key)] == key), None)
         if contains_it is not None:
             self.entries.move_to_end(contains_it)
@@ -60,17 +86,19 @@ class PrefixStore:
             while self.n_bytes + n_bytes > self.capacity_bytes:
                 self.n_bytes -= cache_bytes(self.entries.popitem(last=False)[1])
                 self.n_evicted += 1
-            self.entries[key] = kv_cache
+            self.entries[key] = [tuple(own_memory(t) for t in kv) for kv in kv_cache]
             self.n_bytes += n_bytes
 
 
 def generate_with_store(model, store, prompt, n_tokens, seqlen, keep=True):
     """Continues a prompt [1, T] behind what the store has of it; keep: stores what was computed.
 
-    Returns: prompt and generated tokens [1, T + n_tokens], and how many prompt tokens came from the store.
+    Returns: prompt and generated tokens [1, T + n_tokens], and how many prompt tokens came from the store:
+        none, and the store is emptied, where the model or its weights are not those that filled it.
         The last generated token is not stored: no step has computed its keys and values yet.
     """
     check_fits(0, prompt.shape[1], n_tokens, seqlen)
+    store.use(model)
     n_hit, kv_cache = store.match(prompt[0].tolist())
 
     def remember(*args, **kwargs):  # generate_kvcache hands the growing cache to the model alone
@@ -95,7 +123,7 @@ if __name__ == "__main__":
     from gptlite_kvcache import GPTlite_KVCache
     from main_prefix_cache import compute_prefix_cache
 
-    parser = rep.options(__doc__)
+    parser = rep.options(__doc__, plot=False)
     with rep.script(parser) as args, torch.no_grad():
         p, dev, W = get_gptlite_model_parameters(), args.device, get_gptlite_model_parameters().seqlen
         n_chats, n_turns = (2, 2) if args.quick else (6, 4)
@@ -122,6 +150,7 @@ if __name__ == "__main__":
         kinds = [("no reuse", 0, False), ("system prompt", room, False), ("whole history", room, True)]
         for name, capacity, keep in [*kinds, ("history, half the room", room // 2, True)]:
             store, history, clocks, n_prompt, n_hits = PrefixStore(capacity), [system] * n_chats, [], 0, 0
+            store.use(model)
             store.put(system[0].tolist(), system_cache)
             for message in said.split(n_user, dim=1):  # [chats, user]
                 for i in range(n_chats):

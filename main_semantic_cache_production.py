@@ -16,11 +16,12 @@ import json
 import sqlite3
 import time
 from collections import Counter
+from pathlib import Path
 
 import faiss
 import numpy as np
 
-from main_semantic_cache import ROUNDING, SemanticCache, TextTooLong, unit_vectors
+from main_semantic_cache import ROUNDING, SemanticCache, TextTooLong, check_width, unit_vectors
 from main_semantic_confirmation import same_details
 
 SCHEMA = """
@@ -36,14 +37,20 @@ CREATE INDEX IF NOT EXISTS by_use ON entries (used);
 """
 
 
+def weights_name(checkpoint):
+    """The sha256 of a file of weights: a name for a model that changes when its weights do."""
+    return hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest()
+
+
 class ProductionSemanticCache(SemanticCache):
     """SemanticCache plus what a service needs; used by one thread.
 
-    cache(query, generate_fn, tenant, model, sampling) -> (answer, similarity, hit). Answers are text.
+    cache(query, generate_fn, tenant, model, sampling) -> (answer, similarity, hit). Answers are text: what
+    is none (None of a model that failed) is handed back and not stored.
 
     Args: path: the SQLite file, made if it is missing; embedder: name of embed_fn, another one does not find
         this one's entries; capacity: entries of all tenants; ttl_seconds: life of an entry; clock: seconds.
-    Raises ValueError where the file is no such database.
+    Raises ValueError where the file is no such database, or a vector in it is damaged.
     """
 
     def __init__(
@@ -70,12 +77,19 @@ class ProductionSemanticCache(SemanticCache):
             self.evict()
             stored = "SELECT id, scope, vector FROM entries WHERE vector IS NOT NULL"
             for entry, scope, vector in self.db.execute(stored):
-                self.add_to_index(entry, scope, np.frombuffer(vector, np.float32)[None])  # [1, d]
-        except sqlite3.DatabaseError as error:
+                vector = np.frombuffer(vector, np.float32)[None]  # [1, d]
+                if not abs(np.linalg.norm(vector) - 1) < 1e-3:  # cut, or not finite
+                    raise ValueError(f"the vector of entry {entry} is damaged")
+                self.add_to_index(entry, scope, vector)
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise ValueError(f"{path} cannot serve as the cache's database: {error}") from error
 
     def __call__(self, query, generate_fn, tenant="", model="", sampling=None):
-        """tenant, model: any names; sampling: the parameters of decoding, anything that JSON can hold."""
+        """tenant: any name; sampling: the parameters of decoding, anything that JSON can hold.
+
+        model: a name of the very weights (see weights_name). Under a name that stays when the weights are
+        replaced, such as that of a product or a file, the old model's answers go on being served.
+        """
         self.remove("expires <= ?", self.clock())
         scope = json.dumps([self.embedder, tenant, model, sampling], sort_keys=True)
         key = hashlib.sha256(json.dumps([scope, query]).encode()).hexdigest()
@@ -90,7 +104,8 @@ class ProductionSemanticCache(SemanticCache):
         if near:
             return self.hit("semantic", *near, similarity)
         answer = generate_fn(query)
-        self.store(scope, key, query, answer, vector)
+        if isinstance(answer, str):
+            self.store(scope, key, query, answer, vector)
         self.counts["miss"] += 1
         return answer, similarity, False
 
@@ -107,6 +122,7 @@ class ProductionSemanticCache(SemanticCache):
         index = self.indexes.get(scope)
         if index is None or index.ntotal == 0:
             return None, 0.0
+        check_width(vector, index)
         found = index.search(vector, min(self.n_candidates, index.ntotal))
         similarities, ids = (x[0].tolist() for x in found)  # [k] each, best first
         for entry, similarity in zip(ids, similarities, strict=True):
@@ -135,6 +151,7 @@ class ProductionSemanticCache(SemanticCache):
     def add_to_index(self, entry, scope, vector):
         if scope not in self.indexes:
             self.indexes[scope] = faiss.IndexIDMap2(faiss.IndexFlatIP(vector.shape[1]))
+        check_width(vector, self.indexes[scope])
         self.indexes[scope].add_with_ids(vector, np.array([entry], dtype=np.int64))
 
     def evict(self):
@@ -165,6 +182,7 @@ if __name__ == "__main__":
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # the encoder shows a bar when it loads
     import tempfile
+    from functools import partial
 
     import torch
 
@@ -177,7 +195,7 @@ if __name__ == "__main__":
     from main_kvcache import generate_kvcache
     from main_semantic_cache import STREAM_COLUMNS, THRESHOLD, replay, sentence_transformer_embedder
 
-    parser = rep.options(__doc__)
+    parser = rep.options(__doc__, plot=False)
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="least cosine of a hit")
     parser.add_argument("--n-queries", type=rep.positive_int, default=1000, help="length of the stream")
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
@@ -198,12 +216,12 @@ if __name__ == "__main__":
         report = rep.Report(args, "semantic cache, production", model, STREAM_COLUMNS, **sizes)
 
         # The stream; a miss costs the model's time for an answer
-        path = os.path.join(folder, "cache.sqlite")
+        path, weights = os.path.join(folder, "cache.sqlite"), weights_name(args.checkpoint)
         production = ProductionSemanticCache(embed, threshold, path)
         caches = {
             "no cache": lambda query, generate_fn: (generate_fn(query), 0.0, False),
             "semantic, confirmed": SemanticCache(embed, threshold, same_details),
-            "production": production,
+            "production": partial(production, model=weights),
         }
         embed(stream[0])  # warm-up
         rows = {name: replay(cache, stream, meaning, answer_ms) for name, cache in caches.items()}
@@ -223,13 +241,13 @@ if __name__ == "__main__":
         with utils.Timer() as timer:
             reopened = ProductionSemanticCache(embed, threshold, path, clock=lambda: now[0])
         stored = reopened.db.execute("SELECT query, answer FROM entries").fetchall()
-        same = [reopened(query, str) == (answer, 1.0, True) for query, answer in stored]
+        same = [reopened(query, str, "", weights) == (answer, 1.0, True) for query, answer in stored]
         report.check("after a restart every stored answer is found", all(same) and len(same) == n_stored)
-        scopes = [("", "", None), ("tenant B",), ("", "other model"), ("", "", {"temperature": 0.7})]
+        scopes = [("", weights), ("tenant B", weights), ("", "other"), ("", weights, {"temperature": 0.7})]
         found = [reopened(stream[0], str, *scope)[2] for scope in scopes]
         report.check("no answer crosses tenants, models or sampling", found == [True] + 3 * [False])
         now[0] += reopened.ttl_seconds + 1
-        report.check("nothing is served after it has expired", not reopened(stream[0], str)[2])
+        report.check("nothing is served after it has expired", not reopened(stream[0], str, "", weights)[2])
         left = len(reopened), sum(index.ntotal for index in reopened.indexes.values())
         report.check("what has expired is gone from the file and the indexes", left == (1, 1))
         reopened.close()

@@ -12,21 +12,38 @@ Source: Bang, GPTCache, 2023 (the check after the search); Ribeiro et al., Check
 
 import re
 
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
-ORDINALS = "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-VALUES = {word: str(i) for words in (NUMBERS, ORDINALS) for i, word in enumerate(words)}
-NEGATIONS = set("no not none never nobody nothing nowhere neither nor without cannot".split())
-OPPOSITES = {  # both ways; block and unblock are found by form
+VALUES = {"minus": "-"}  # word -> the digits that mean the same
+for values, words in (
+    (range(13), "zero one two three four five six seven eight nine ten eleven twelve"),
+    (range(13), "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth"),
+    (range(13, 20), "thirteen fourteen fifteen sixteen seventeen eighteen nineteen"),
+    (range(13, 20), "thirteenth fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth"),
+    (range(20, 100, 10), "twenty thirty forty fifty sixty seventy eighty ninety"),
+    (range(20, 100, 10), "twentieth thirtieth fortieth fiftieth sixtieth seventieth eightieth ninetieth"),
+    ((100, 10**3, 10**6, 10**9, 10**12), "hundred thousand million billion trillion"),
+    ((100, 10**3, 10**6, 10**9, 12), "hundredth thousandth millionth billionth dozen"),
+    ((1, 2, 3, 2, 3, "1/2", "1/4"), "once twice thrice double triple half quarter"),
+):
+    VALUES |= {word: str(value) for value, word in zip(values, words.split(), strict=True)}
+TOKEN = re.compile(
+    r"(?<!\w)-(?=[$\u20ac\u00a3]?\.?\d)"  # a minus sign, and no hyphen as in 3-5
+    r"|(?:(?<![\w.])\.)?\d+(?:[./]\d+)*"  # 7, 3.11, .5, 1/2
+    r"|[^\W\d_]+(?:'t)?"  # a word
+)
+ONE_FORM = str.maketrans("\u2019\u2212\u2013", "'--")  # apostrophe, minus and dash as typed on a keyboard
+NEGATIONS = set("no not non none never nobody nothing nowhere neither nor without cannot".split())
+OPPOSITES = {  # both ways; block and unblock, legal and illegal are found by form
     tuple(pair.split("/"))
     for pair in (
         "on/off open/close start/stop start/end begin/end first/last before/after up/down in/out left/right "
         "push/pull upload/download import/export increase/decrease raise/lower high/low hot/cold fast/slow "
         "fast/slowly larger/smaller bigger/smaller largest/smallest more/less most/least maximum/minimum "
         "enable/disable approve/deny approve/reject accept/deny accept/reject allow/deny add/remove "
-        "create/delete encrypt/decrypt encode/decode ascending/descending send/receive buy/sell show/hide"
+        "create/delete encrypt/decrypt encode/decode ascending/descending send/receive buy/sell show/hide "
+        "positive/negative"
     ).split()
 }
-PREFIXES = ("un", "dis", "de")
+PREFIXES = ("un", "dis", "de", "in", "im", "il", "ir", "non")
 NOT_NAMES = set(  # words that begin a question in English, and the pronoun
     "i a an the what which who whom whose when where why how is are was were do does did can could should "
     "would will may must has have in on at by of for to from if my please explain list show tell give find "
@@ -34,20 +51,28 @@ NOT_NAMES = set(  # words that begin a question in English, and the pronoun
 )
 
 
+def split_words(text):
+    """Words, numbers and minus signs of a text; a sign such as a superscript or a half is one of its own."""
+    text = "".join(f" {c} " if c.isnumeric() and not c.isdecimal() else c for c in text)
+    return TOKEN.findall(text.translate(ONE_FORM))
+
+
 def same_details(query, stored):
     """False if two questions differ in a number, a name, a negation, a word and its opposite, or in order.
 
-    Names are words with a capital letter. A name that both write in small letters is not seen, and the two
-    may differ in any other word: what this lets through is no proof.
+    Numbers are digits with sign, point or fraction bar, signs such as superscripts, and the words of VALUES:
+    twelve is 12, but twenty-one and 21 are refused. Names are words with a capital letter; opposites are
+    those listed and those formed by PREFIXES. A name that both write in small letters is not seen, nor are
+    symbols (C++), and the two may differ in any other word: what this lets through is no proof.
     """
-    pattern = r"\d+(?:\.\d+)*|[^\W\d_]+(?:'t)?"
-    texts = [re.findall(pattern, text.replace("\u2019", "'")) for text in (query, stored)]
+    texts = [split_words(text) for text in (query, stored)]
     capital = {word.lower() for words in texts for word in words if word != word.lower()}
     names = {word for word in capital - NOT_NAMES if not word.endswith("n't")}
     a, b = ([word.lower() for word in words] for words in texts)
 
     def details(words):
-        numbers = [VALUES.get(word, word) for word in words if word[0].isdigit() or word in VALUES]
+        numeric = [word for word in words if word in VALUES or word.isnumeric() or not word[0].isalpha()]
+        numbers = [VALUES.get(word, word) for word in numeric]
         negations = sum(word in NEGATIONS or word.endswith("n't") for word in words)
         return numbers, negations, [word for word in words if word in names]  # "from Rome to Paris"
 
@@ -71,7 +96,7 @@ if __name__ == "__main__":
     from gptlite_kvcache import GPTlite_KVCache
     from main_kvcache import generate_kvcache
 
-    parser = rep.options(__doc__)
+    parser = rep.options(__doc__, plot=False)
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
     with rep.script(parser) as args:
         p, dev, n_tokens = get_gptlite_model_parameters(), args.device, 8 if args.quick else args.n_tokens

@@ -109,6 +109,10 @@ if __name__ == "__main__":
         generator = torch.Generator().manual_seed(args.seed)
         requests = make_requests(valid_data.to(dev), n_requests, longest, generator)
         lengths = [n for _, n in requests]
+        longer = [request for request in requests if request[1] > 1][:4]
+        if not longer:
+            reason = "no request has a second token, so nothing is from token to token"
+            raise ValueError(f"--longest {longest}, --n-requests {n_requests}: {reason}; try larger ones")
         config = {"batch_size": B, "n_requests": n_requests, "longest_request": longest}
         columns = {"capacity": ("capacity 1/s", "{:.2f}"), "goodput": ("goodput 1/s", "{:.2f}")}
         report = rep.Report(args, "serving", model, columns, **config)
@@ -136,7 +140,7 @@ if __name__ == "__main__":
 
         # On an idle server, then with all requests there from the start
         alone = []
-        for request in [requests[0], *requests[:4]]:  # the first one warms up
+        for request in [longer[0], *longer]:  # the first one warms up
             _, times = serve(SlotBatch(cached, 1, p.seqlen), [request], [0.0], timed_step)
             alone += waiting_times([0.0], times)
         ttft, tpot = (utils.percentile([wait[i] for wait in alone[1:] if wait[i] > 0], 50) for i in (0, 1))

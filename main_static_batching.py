@@ -23,8 +23,11 @@ def make_requests(data, n_requests, seqlen, generator=None):
     Args: data: token ids [N]; seqlen: tokens of the longest request, prompt and answer; generator: a
         torch.Generator on the CPU, to repeat the draw.
     Returns: a list of (prompt [T], n_tokens): T uniform in seqlen / 16 to seqlen / 4, n_tokens uniform in
-        seqlen / 16 to 3/4 seqlen (16 to 192 for a context of 256). Raises ValueError for too short a text.
+        seqlen / 16 to 3/4 seqlen (16 to 192 for a context of 256). Raises ValueError for too short a text,
+        and for a seqlen below 2.
     """
+    if seqlen < 2:
+        raise ValueError(f"requests of {seqlen} tokens: a prompt and an answer need at least 2 together")
     shortest, longest = max(seqlen // 16, 1), max(seqlen // 4, 1)
     if len(data) < longest:
         raise ValueError(f"the text has {len(data)} tokens: too short for prompts of {longest}")
@@ -32,7 +35,7 @@ def make_requests(data, n_requests, seqlen, generator=None):
     for _ in range(n_requests):
         T = torch.randint(shortest, longest + 1, (), generator=generator).item()
         start = torch.randint(len(data) - T + 1, (), generator=generator).item()
-        n_tokens = torch.randint(shortest, max(seqlen - longest, 1) + 1, (), generator=generator).item()
+        n_tokens = torch.randint(shortest, seqlen - longest + 1, (), generator=generator).item()
         requests.append((data[start : start + T], n_tokens))
     return requests
 

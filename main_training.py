@@ -1,7 +1,7 @@
 """Trains GPTlite on Shakespeare's plays, and writes the checkpoint that every other script loads.
 
 Idea: plain next-character training, arranged so that 30 million tokens fit two CPU cores: bfloat16
-matrix products, attention tiled along the queries so that most of the masked half is never computed,
+matrix products, attention tiled along the queries so that half of what the mask hides is never computed,
 and stochastic depth (deeper blocks are skipped more often), which regularises like dropout but removes
 work instead of adding random numbers. A state file is written every few minutes, and every batch
 follows from the seed and the step, so a killed run resumes and repeats itself exactly.
@@ -114,6 +114,7 @@ if __name__ == "__main__":
     import hashlib
     import json
     import shlex
+    import signal
     import sys
     import tempfile
     import time
@@ -127,7 +128,8 @@ if __name__ == "__main__":
     from gptlite import get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
 
     default = utils.ROOT / "checkpoints" / "gptlite_trained.pth"
-    parser = rep.options(__doc__, repeats=1, checkpoint=default, checkpoint_help="weights to write")
+    how = {"repeats": None, "dtype": False}  # it times nothing twice, and the weights it trains are float32
+    parser = rep.options(__doc__, checkpoint=default, checkpoint_help="weights to write", **how)
     parser.add_argument("--size", choices=["full", "distilled"], default="full", help="which model")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=rep.positive_int, default=7400, help="length of the run in steps")
@@ -143,39 +145,53 @@ if __name__ == "__main__":
         rep.check_writable(args.checkpoint, (".pth",))
         state_path = args.checkpoint.with_suffix(".state")
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
-        for part in (train_data, valid_data):
-            check_length(part, p.seqlen)  # now, and not at the first evaluation
+        check_length(train_data, p.seqlen, "the training part of the text")  # now, and not later
+        check_length(valid_data, p.seqlen, "the validation part of the text (its last tenth)")
         model = model_for_training(vocab_size, p).to(args.device)
         optimizer = utils.make_optimizer(model, p.lr)
         settings = {"steps": None if args.minutes else args.steps, "minutes": args.minutes}
         settings |= {"seed": args.seed, "drop": DROP, "n_train": len(train_data), **p._asdict()}
         words = [word for word in sys.argv[1:] if word != "--resume"]
         command = shlex.join(["python", "main_training.py", *words])
-        step, seconds, curve = 0, 0.0, []  # curve: [step, training loss, validation loss]
+        step, seconds = 0, 0.0
+        losses, curve = [], []  # of the steps since the last point; [step, training loss, validation loss]
         if args.resume:
             if not state_path.is_file():
                 raise FileNotFoundError(f"nothing to resume: there is no {state_path}")
             state = utils.load_file(state_path)
+            parts = {"model": dict, "optimizer": dict, "settings": dict, "step": int, "seconds": float}
+            parts["curve"] = list
+            if not isinstance(state, dict) or not all(isinstance(state.get(k), t) for k, t in parts.items()):
+                raise ValueError(f"{state_path} is not the state of a training run")
             for key, wanted in settings.items():
                 if (found := state["settings"].get(key)) != wanted:
                     raise ValueError(f"{state_path} is of a run with {key} {found}, not {wanted}")
-            model.load_state_dict(state["model"])
+            utils.load_weights(model, state["model"], str(state_path))
             optimizer.load_state_dict(state["optimizer"])
             step, seconds, curve = state["step"], state["seconds"], state["curve"]
+            losses = state.get("losses", [])  # not in states of earlier versions
 
         def save_state():
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings}
-            state |= {"step": step, "seconds": seconds, "curve": curve}
+            state |= {"step": step, "seconds": seconds, "curve": curve, "losses": losses}
             utils.write_atomically(state_path, lambda path: torch.save(state, path))
+
+        interrupts = []
+
+        def interrupt(*_):  # Ctrl-C ends the run between two steps; a second one at once, without a state
+            interrupts.append(True)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def progress():
             return seconds / 60 / args.minutes if args.minutes else step / args.steps
 
         bar = tqdm(total=100, disable=None, bar_format="{percentage:.1f}%|{bar}| {remaining} left{postfix}")
-        last_save, losses = time.monotonic(), []
+        last_save = time.monotonic()
         interval, n_windows = (5, 4) if args.quick else (200, CURVE_WINDOWS)  # steps between evaluations
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not where Ctrl-C is ignored
+            signal.signal(signal.SIGINT, interrupt)
         try:
-            while progress() < 1:
+            while progress() < 1 and not interrupts:
                 with utils.Timer(args.device) as timer:
                     x, y, generator = batch_of_step(train_data, p.batch_size, p.seqlen, args.seed, step)
                     x, y = x.to(args.device), y.to(args.device)
@@ -199,13 +215,14 @@ if __name__ == "__main__":
                     except OSError as error:  # the last good state stays; training need not stop for it
                         bar.write(f"state not saved: {error}", file=sys.stderr)
                     last_save = time.monotonic()
-        except KeyboardInterrupt:
             bar.close()
             save_state()
+        finally:
+            if signal.getsignal(signal.SIGINT) == interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
             print(f"\nstopped at step {step}; '{command} --resume' goes on")
             sys.exit(130)
-        bar.close()
-        save_state()
 
         weights = {name: tensor.cpu().half() for name, tensor in model.state_dict().items()}
         utils.write_atomically(args.checkpoint, lambda path: torch.save(weights, path))

@@ -203,11 +203,15 @@ def get_shakespeare_data(path=None):
     return len(VOCABULARY), data[:n_train], data[n_train:], encode, decode
 
 
-def check_length(data, seqlen):
-    """Raises ValueError if data [N] is too short for one window of seqlen inputs and targets."""
+def check_length(data, seqlen, part="the text"):
+    """Raises ValueError if data [N] is too short for one window of seqlen inputs and targets.
+
+    part: what the data are of the text, for the message.
+    """
     if len(data) <= seqlen:
+        hint = " (of your own text the last tenth is for validation)" if part == "the text" else ""
         raise ValueError(
-            f"the text is too short: {len(data)} tokens, and a window of {seqlen} needs {seqlen + 1}"
+            f"{part} is too short: {len(data)} tokens, and a window of {seqlen} needs {seqlen + 1}{hint}"
         )
 
 
@@ -226,14 +230,18 @@ def get_batch(data, batch_size, seqlen, generator=None):
 if __name__ == "__main__":
     try:
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data()
-    except (ValueError, ModuleNotFoundError) as error:
+        n_train, n_valid = len(train_data), len(valid_data)
+        share = n_valid / (n_train + n_valid)
+        print(f"plays        {N_PLAYS}")
+        print(f"characters   {n_train + n_valid:,} of a vocabulary of {vocab_size}")
+        print(f"training     {n_train:,}")
+        print(f"validation   {n_valid:,} ({share:.1%}): {', '.join(VALIDATION_PLAYS)}")
+        print(f"SHA-256      {TEXT_SHA256}")
+        print(f"cache        {CACHE_PATH if CACHE_PATH.exists() else 'none'}", flush=True)
+    except (ValueError, OSError, ModuleNotFoundError) as error:  # OSError: standard output cannot be written
+        with contextlib.suppress(AttributeError, OSError):  # what is left of it goes nowhere, at exit too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # a reader that goes away
+            sys.exit(1)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    n_train, n_valid = len(train_data), len(valid_data)
-    share = n_valid / (n_train + n_valid)
-    print(f"plays        {N_PLAYS}")
-    print(f"characters   {n_train + n_valid:,} of a vocabulary of {vocab_size}")
-    print(f"training     {n_train:,}")
-    print(f"validation   {n_valid:,} ({share:.1%}): {', '.join(VALIDATION_PLAYS)}")
-    print(f"SHA-256      {TEXT_SHA256}")
-    print(f"cache        {CACHE_PATH if CACHE_PATH.exists() else 'none'}")

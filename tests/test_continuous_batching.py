@@ -222,6 +222,62 @@ def test_a_preempted_request_goes_on_where_it_was(preemptions):
     assert batch.n_free() == 2
 
 
+@pytest.mark.parametrize("n_rows", [1, 4])
+def test_slots_take_the_lowest_of_tied_tokens(n_rows):
+    """Case SB-4: in the step of the prompts and in those after it, whatever the batch."""
+    model = tiny_model(GPTlite_Slots)
+    with torch.no_grad():
+        model.fc_out.weight.zero_()
+        model.fc_out.bias.copy_(torch.tensor([1.0, 3.0, 3.0, 3.0] * 4))
+    batch = SlotBatch(model, n_rows, CONTEXT)
+    done = batch.step([Sequence(i, [5] * (i + 1), i + 4) for i in range(n_rows)])
+    while batch.running:
+        done += batch.step()
+    assert [sequence.tokens[-3:] for sequence in done] == [[1, 1, 1]] * n_rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_logits_of_slots_alone_and_beside_copies(dtype):
+    """Case SB-4: another number of slots may take other kernels; the logits agree to rounding."""
+    model, tokens = tiny_model(GPTlite_Slots, dtype=dtype), random_tokens(1, 9)[0].tolist()
+    alone, four = (SlotBatch(model, n_rows, CONTEXT) for n_rows in (1, 4))
+    for new in (True, False):
+        one = alone.forward([Sequence(0, list(tokens), 12)] if new else [])
+        copies = four.forward([Sequence(i, list(tokens), 12) for i in range(4)] if new else [])
+        assert_close(copies, one.expand(4, -1))
+        for sequence in (*alone.running, *four.running):
+            sequence.tokens.append(one.argmax().item())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [Sequence(7, [1, 2], 5), Sequence(8, [1, 2], 5)],  # one slot is free
+        [Sequence(7, [], 5)],
+        [Sequence(7, [1] * (CONTEXT + 1), CONTEXT + 2)],
+        [Sequence(7, [1, 2], CONTEXT + 2)],
+        [Sequence(7, [1, 99], 5)],  # the model has no such token
+    ],
+    ids=["too many", "empty", "too long", "becomes too long", "no such token"],
+)
+def test_a_refused_step_leaves_the_batch_as_it_was(bad):
+    model, requests = tiny_model(GPTlite_Slots), requests_of([(6, 10), (3, 4)])
+    batch = SlotBatch(model, 3, CONTEXT)
+    batch.step([Sequence(i, prompt.tolist(), len(prompt) + n) for i, (prompt, n) in enumerate(requests)])
+    before = [(sequence.request, list(sequence.tokens)) for sequence in batch.running]
+    with pytest.raises((ValueError, IndexError)):
+        batch.step(bad)
+    assert [(sequence.request, sequence.tokens) for sequence in batch.running] == before
+    outputs = {}
+    while batch.running:
+        outputs |= {sequence.request: torch.tensor(sequence.tokens) for sequence in batch.step()}
+    check_outputs([outputs[0], outputs[1]], requests)
+    held = SlotBatch(model, 3, CONTEXT, refill=False)
+    held.step([Sequence(0, [1, 2], 5)])
+    with pytest.raises(ValueError, match="1 newcomers for 0"):
+        held.step([Sequence(1, [1, 2], 5)])
+
+
 def test_slots_in_use_stay_together():
     batch = SlotBatch(tiny_model(GPTlite_Slots), 4, CONTEXT)
     sequences = [Sequence(i, [i, i + 1, i + 2], 9) for i in range(4)]
@@ -250,6 +306,14 @@ def test_slots_on_cuda():
     requests = requests_of([(6, 10), (3, 4), (1, 9), (16, 1)])
     outputs, _ = continuous_batching_kvcache(model, [(q.to("cuda"), n) for q, n in requests], 2, CONTEXT)
     check_outputs([output.cpu() for output in outputs], requests)
+
+
+def test_script_with_a_single_step(checkpoint):
+    """One answer of one token each: there is no second step to time."""
+    options = ("--quick", "--repeats", "1", "--longest", "2", "--n-requests", "4", "--json", "-")
+    run = run_script("main_continuous_batching.py", *options, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr + run.stdout
+    assert all(run.json["checks"].values()) and "None" not in " ".join(run.json["why"])
 
 
 def test_script(checkpoint, tmp_path):

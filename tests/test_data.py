@@ -232,6 +232,10 @@ def test_text_shorter_than_a_window():
     assert shakespeare.get_batch(data, 2, 7)[0].tolist() == [list(range(7))] * 2
     with pytest.raises(ValueError, match="too short: 8 tokens, and a window of 8 needs 9"):
         shakespeare.get_batch(data, 2, 8)
+    with pytest.raises(ValueError, match="of your own text the last tenth is for validation"):
+        shakespeare.check_length(data, 8)
+    with pytest.raises(ValueError, match="^the validation part is too short: 8 tokens.* needs 9$"):
+        shakespeare.check_length(data, 8, "the validation part")
 
 
 # A text of one's own
@@ -338,3 +342,24 @@ def test_summary(tmp_path):
     output = subprocess.check_output([sys.executable, script], cwd=tmp_path, text=True)
     assert TEXT_SHA256 in output and "4,306,175" in output
     assert all(play in output for play in shakespeare.VALIDATION_PLAYS)
+
+
+@pytest.mark.parametrize(
+    "output, status, message", [("/dev/full", 2, "error: [Errno 28]"), (None, 0, ""), ("pipe", 1, "")]
+)
+def test_summary_that_nobody_can_read(output, status, message):
+    """A full disk is one line, a reader that goes away and a closed output (None) are silent."""
+    command = [sys.executable, str(ROOT / "data" / "shakespeare.py")]
+    if output is None:
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    elif not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    if output == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output or os.devnull, os.O_WRONLY)
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert run.returncode == status and run.stderr.startswith(message), run.stderr
+    assert len(run.stderr.splitlines()) == (1 if message else 0)

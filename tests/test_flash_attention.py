@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -373,6 +374,13 @@ def test_script(checkpoint, tmp_path):
     for form in ("from scratch", "SDPA"):
         assert largest[form]["peak MB"] < largest["textbook"]["peak MB"] / 3
     assert figure.stat().st_size > 1000 and len(report["why"]) >= 3
+    # what decides follows from this run's figures
+    (line,) = (line for line in report["why"] if "operations a byte" in line)
+    a_byte, balance = (
+        float(re.search(p, line)[1]) for p in (r"is ([\d.]+) operations", r"computes ([\d.]+)")
+    )
+    assert abs(a_byte - balance) < 0.1 or ("so memory decides" in line) == (a_byte < balance)
+    assert ("so memory decides" in line) != ("so arithmetic decides" in line)
 
 
 def test_script_refuses_bad_input(checkpoint):

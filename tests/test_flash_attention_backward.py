@@ -1,15 +1,18 @@
 """FlashAttention's backward pass: against finite differences and PyTorch's gradients, and in memory."""
 
 import inspect
+import runpy
+import sys
 
 import pytest
 import torch
-from helpers import assert_close, run_script
+from helpers import ROOT, assert_close, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from test_flash_attention import causal, draw, partly_visible, reference
 
 import inference_utils as utils
+import main_flash_attention
 import main_flash_attention_backward
 from main_flash_attention import flash_attention, merge_attention
 from main_flash_attention_backward import FlashAttention, flash_attention_recomputed
@@ -152,6 +155,26 @@ def test_script(checkpoint, tmp_path):
     assert largest["from scratch"] < largest["textbook"] / 3 and largest["SDPA"] < largest["textbook"] / 3
     assert largest["from scratch"] < largest["from scratch, recorded"] < largest["textbook"]
     assert figure.stat().st_size > 1000 and len(report["why"]) >= 4
+
+
+def test_script_in_16_bits_passes_and_finds_a_wrong_gradient(checkpoint, monkeypatch, capsys):
+    """The values are right, GPTlite's gradient is 1% off: that check fails, all the others pass."""
+    right = main_flash_attention.MultiHeadAttention_SDPA.forward
+
+    def wrong(self, x, causal_mask=True):
+        out = right(self, x, causal_mask)
+        return out + 0.01 * (out - out.detach())
+
+    monkeypatch.setattr(main_flash_attention.MultiHeadAttention_SDPA, "forward", wrong)
+    script = str(ROOT / "main_flash_attention_backward.py")
+    args = ["--quick", "--repeats", "1", "--dtype", "bfloat16", "--checkpoint", str(checkpoint)]
+    monkeypatch.setattr(sys, "argv", [script, *args])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    page, errors = capsys.readouterr()
+    assert end.value.code == 1, errors
+    failed = [line for line in page.splitlines() if "FAILED" in line]
+    assert len(failed) == 1 and "GPTlite, SDPA: gradients" in failed[0], page
 
 
 def test_script_refuses_bad_input(checkpoint):

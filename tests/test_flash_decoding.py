@@ -10,6 +10,7 @@ from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+import inference_utils as utils
 import main_flash_attention
 import main_flash_decoding
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
@@ -100,6 +101,15 @@ def test_types(dtype):
     tolerance = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     exact = F.scaled_dot_product_attention(q.double(), K.double(), V.double())
     assert_close(out.double(), exact, tolerance)
+
+
+def test_more_splits_than_keys_take_no_memory():
+    q, K, V = draw(1, 2, 256, 16)
+    expected = F.scaled_dot_product_attention(q, K, V)
+    few = utils.peak_memory_mb(lambda: flash_decoding(q, K, V, 256))
+    for n_splits in (257, 2**18, 10**20):
+        assert utils.peak_memory_mb(lambda n=n_splits: flash_decoding(q, K, V, n)) <= few
+        assert_close(flash_decoding(q, K, V, n_splits), expected)
 
 
 def test_bad_input():

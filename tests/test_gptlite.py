@@ -111,6 +111,15 @@ def test_equals_opt_in_float32_at_full_size():
         assert_close(logits, opt_from_gptlite(model)(tokens).logits, 1e-4)
 
 
+def test_split_heads_of_any_batch_and_of_fewer_heads():
+    """A batch of none as well, and the keys of grouped queries, which are fewer."""
+    mha = gptlite.MultiHeadAttention(32, 2, 16, 0.0)
+    for B, T, heads in ((0, 3, 2), (2, 0, 2), (2, 3, 2), (2, 3, 1)):
+        x = torch.randn(B, T, heads * 16)
+        assert_close(mha.split_heads(x), torch.stack(x.split(16, dim=-1), dim=1))
+    assert tiny_model(GPTlite)(random_tokens(0, 5)).shape == (0, 5, 16)
+
+
 def test_output_bias_that_cannot_be_folded():
     with pytest.raises(ValueError, match=r"no layer norm bias .* head \[5, 3\]"):
         fold_output_bias(torch.randn(5, 3), torch.randn(5), torch.randn(3))

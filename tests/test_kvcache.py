@@ -72,8 +72,15 @@ def test_cached_models_cut_a_row_by_threads_and_keep_their_names():
     linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     assert {type(m) for m in linears} == {Linear_AllCores}
     assert all(m.out_features % m.n_parts == 0 for m in linears)
-    if torch.get_num_threads() % 2 == 0:
-        assert all(m.n_parts > 1 for m in linears)
+
+
+@pytest.mark.parametrize("n_threads", [*range(1, 17), 20, 95, 1000])
+def test_any_number_of_threads_is_used_by_half_at_least(monkeypatch, n_threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    for module in tiny_model(GPTlite_KVCache).modules():
+        if isinstance(module, Linear_AllCores):
+            n = min(n_threads, module.out_features)
+            assert n / 2 < module.n_parts <= n and module.out_features % module.n_parts == 0
 
 
 def dirty_cache(model, batch_size, window):
@@ -402,6 +409,40 @@ def test_no_tokens(model_class):
     _, cache = model(random_tokens(1, 3))
     with pytest.raises(ValueError, match="no tokens"):
         model(random_tokens(1, 0), cache)
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 1}, {"batch_size": 3}, {"n_layers": 3}, {"n_heads": 1}, {"d_head": 8}]
+)
+def test_a_static_cache_of_another_shape_is_refused(change, fixed_shapes):
+    """KV-5: one row of tokens on a cache of two would be broadcast, a layer too many ignored."""
+    model = tiny_model(GPTlite_StaticKVCache)
+    batch_size = change.get("batch_size", 2)
+    sizes = {key: value for key, value in change.items() if key != "batch_size"}
+    cache = StaticKVCache(tiny_model(GPTlite_StaticKVCache, **sizes), batch_size)
+    step = model.decode if fixed_shapes else model
+    with pytest.raises(ValueError, match="does not fit: this model and batch need"):
+        step(random_tokens(2, 1), cache)
+    assert cache.length == 0 and not cache.k.any() and not cache.v.any()
+
+
+@pytest.mark.parametrize("form", ["decode", "forward", "compiled"])
+def test_a_static_cache_keeps_no_graph_of_gradients(form):
+    model = tiny_model(GPTlite_StaticKVCache)
+    cache = StaticKVCache(model, 1, 4)
+    step = (
+        torch.compile(model.decode, fullgraph=True, backend="eager") if form == "compiled" else model.decode
+    )
+    with torch.enable_grad():
+        for token in random_tokens(1, 6).split(1, dim=1):  # past the window as well
+            if form == "forward":
+                logits, _ = model(token, cache)
+            else:
+                logits = step(token, cache)
+                cache.advance(1)
+            assert torch.is_grad_enabled()
+            assert not (logits.requires_grad or cache.k.requires_grad or cache.v.requires_grad)
 
 
 @pytest.mark.parametrize("window", [-1, 0, 17])

@@ -110,8 +110,30 @@ def test_stale_biases_in_the_header_are_not_used(tmp_path):
 
 
 def spoil_config(folder, **changes):
+    """A value of None takes the setting out."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def spoil_vocabulary(folder, change):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"] = change(tokenizer["model"]["vocab"])
+    path.write_text(json.dumps(tokenizer))
+
+
+def spoil_weights(folder, change):
+    """change(weights) works in place and may return another header."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    file = folder / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        header = opened.metadata()
+    header = change(weights) or header
+    save_file(weights, file, metadata=header)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +143,53 @@ def spoil_config(folder, **changes):
         (lambda f: spoil_config(f, activation_function="gelu"), "activation_function"),
         (lambda f: spoil_config(f, do_layer_norm_before=False), "do_layer_norm_before"),
         (lambda f: spoil_config(f, ffn_dim=17), "ffn_dim"),
+        *(
+            (lambda f, n=n: spoil_config(f, num_attention_heads=n), "heads")
+            for n in (None, 0, 3, -2, "2", [])
+        ),
+        *(
+            (lambda f, n=n: spoil_config(f, num_hidden_layers=n), "hidden_layers")
+            for n in (None, 0, True, 1.5)
+        ),
+        *((lambda f, n=n: spoil_config(f, num_hidden_layers=n), "lacks .*layers.2") for n in (3, 10**12)),
+        (lambda f: spoil_config(f, num_hidden_layers=1), "holds 37 tensors, not 21"),
+        *(
+            (lambda f, n=n: spoil_config(f, max_position_embeddings=n), "embed_positions")
+            for n in (8, 10**12)
+        ),
+        (lambda f: spoil_config(f, max_position_embeddings=None), "max_position_embeddings is None"),
+        (lambda f: spoil_config(f, hidden_size=None), "hidden_size is None"),
+        (lambda f: spoil_config(f, hidden_size=8, word_embed_proj_dim=8, ffn_dim=32), "embed_tokens"),
+        *((lambda f, s=s: (f / "config.json").write_text(s), "no settings") for s in ("[]", "3", "null")),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "whole model folder"),
+        (lambda f: (f / "config.json").write_bytes(b"\xff"), "whole model folder"),
+        (lambda f: (f / "tokenizer.json").write_text("[]"), "whole model folder"),
+        *(
+            (lambda f, change=change: spoil_vocabulary(f, change), "single characters")
+            for change in (
+                list,
+                lambda v: {},
+                lambda v: v | {"ab": len(v)},
+                lambda v: {"" if i == 3 else c * (1 + (i == 4)): i for c, i in v.items()},
+                lambda v: {c: str(i) for c, i in v.items()},
+                lambda v: {c: i + 1 for c, i in v.items()},
+            )
+        ),
+        (lambda f: spoil_vocabulary(f, lambda v: dict([*v.items()][:-1])), "embed_tokens"),
+        (lambda f: spoil_vocabulary(f, lambda v: v | {"\u2764": len(v)}), "embed_tokens"),
+        (lambda f: spoil_weights(f, lambda w: w["lm_head.weight"][0].fill_(float("nan")) is None), "NaN"),
+        (lambda f: spoil_weights(f, lambda w: w.update(more=torch.zeros(2))), "holds 38 tensors, not 37"),
+        (
+            lambda f: spoil_weights(f, lambda w: w.update({"lm_head.weight": torch.zeros(12, 16).char()})),
+            "torch.int8",
+        ),
+        *(
+            (
+                lambda f, s=s: spoil_weights(f, lambda w: w.update({"lm_head.weight": torch.zeros(s)})),
+                "fc_out.weight",
+            )
+            for s in ((12, 8), (12,), ())
+        ),
         (lambda f: (f / "config.json").write_text("{"), "whole model folder"),
         (lambda f: (f / "config.json").unlink(), "config.json"),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json"),
@@ -139,6 +208,20 @@ def test_spoilt_folder_is_one_line(tmp_path, spoil, words):
         import_folder(tmp_path / "f")
 
 
+@pytest.mark.parametrize("value", ["", "{", "[1.0]", "7", '["a"]', json.dumps([0.0] * 16 + [1.0])])
+def test_a_header_of_others_is_passed_over(tmp_path, value):
+    export_folder(tiny_model(GPTlite, **TINY), VOCABULARY[:12], tmp_path / "f")
+    expected = []
+
+    def change(weights):
+        expected.append(weights["model.decoder.final_layer_norm.bias"])
+        return {"format": "pt", "ln.bias": value, "fc_out.bias": value}
+
+    spoil_weights(tmp_path / "f", change)
+    back, _ = import_folder(tmp_path / "f")
+    assert torch.equal(back.ln.bias, expected[0]) and back.fc_out.bias.abs().max() == 0
+
+
 def test_folder_is_whole_or_not_there(tmp_path, monkeypatch):
     model = tiny_model(GPTlite, **TINY)
     with pytest.raises(ValueError, match="11 characters"):
@@ -153,10 +236,16 @@ def test_folder_is_whole_or_not_there(tmp_path, monkeypatch):
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("main_export.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    (tmp_path / "f.part").mkdir()
+    (tmp_path / "f.part" / "mine.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr("safetensors.torch.save_file", full_disk)
         export_folder(model, VOCABULARY[:12], tmp_path / "f")
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert sorted(tmp_path.rglob("*")) == before
+    export_folder(model, VOCABULARY[:12], tmp_path / "f")  # and beside it, with success
+    assert set(before) < set(tmp_path.rglob("*")) and len([*tmp_path.iterdir()]) == 3
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o755
 
 
 def test_script_writes_and_reads(checkpoint, tmp_path):
@@ -166,12 +255,23 @@ def test_script_writes_and_reads(checkpoint, tmp_path):
     assert run.status == 0, run.stderr
     assert run.stderr == ""
     assert all(run.json["checks"].values())
-    args = ("--read", "out folder", "--output", "back.pth", "--quick")
+    # the type is that of the comparison, the checkpoint keeps the folder's
+    args = ("--read", "out folder", "--output", "back.pth", "--quick", "--dtype", "bfloat16")
     run = run_script("main_export.py", *args, cwd=tmp_path)
-    assert run.status == 0, run.stderr
+    assert run.status == 0, run.stderr + run.stdout
     written, original = load_checkpoint(tmp_path / "back.pth"), load_checkpoint(checkpoint)
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name].float()) for name in written)
+
+
+@pytest.mark.parametrize("package", ["safetensors", "transformers"])
+def test_missing_package_is_one_line(checkpoint, tmp_path, package):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{package}'\")")
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = run_script("main_export.py", "f", "--quick", cwd=tmp_path, env=env, checkpoint=checkpoint)
+    assert run.status == 2
+    assert run.stderr == f"main_export.py: No module named '{package}'\n"
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("args", [["--read", "missing", "--output", "b.pth"], ["--read", "missing"], ["."]])

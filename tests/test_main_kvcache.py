@@ -152,6 +152,21 @@ def test_empty_prompt(n_tokens):
             run()
 
 
+@pytest.mark.parametrize(
+    ("n_tokens", "seqlen", "message"),
+    [(-1, CONTEXT, "n_tokens is -1"), (3, 0, "seqlen is 0"), (3, -2, "seqlen is -2"), (0, 0, "seqlen is 0")],
+)
+def test_impossible_numbers(n_tokens, seqlen, message):
+    prompt, static = random_tokens(1, 3), tiny_model(GPTlite_StaticKVCache)
+    for run in (
+        lambda: generate(tiny_model(GPTlite), prompt, n_tokens, seqlen),
+        lambda: generate_kvcache(tiny_model(GPTlite_KVCache), prompt, n_tokens, seqlen),
+        lambda: generate_static(static, prompt, n_tokens, StaticKVCache(static, 1, max(seqlen, 1))),
+    )[: 3 if n_tokens < 0 else 2]:
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
 # Ties and batches (SB-4)
 
 
@@ -352,6 +367,10 @@ BAD_INPUT = {
     "folder that is not there": (["--json", "absent/report.json"], "there is no folder"),
     "no CUDA": (["--device", "cuda"], "--device cuda: this machine has none; use --device auto or cpu"),
     "no image": (["--plot", "figure.txt"], "must end in .png"),
+    "peer past the context": (
+        ["--peer", "--prompt-len", "250", "--n-tokens", "8"],
+        "with a prompt of 250 tokens --n-tokens can be 7 at most",
+    ),
 }
 
 
@@ -371,6 +390,33 @@ def test_bad_input_is_one_line_and_status_2(case, checkpoint, tmp_path, monkeypa
     assert status == 2 and stdout == ""
     assert len(lines) == 1 and lines[0].startswith("main_kvcache.py: ") and message in lines[0], stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("cache_is_slow", [False, True])
+def test_the_explanation_looks_at_the_run(checkpoint, monkeypatch, capsys, cache_is_slow):
+    """With made-up times: nothing is claimed that they do not show. And a loss that is NaN is no success."""
+    import inference_utils as utils
+
+    ms = {"no cache": [7.0, 3.0, 3.0], "dynamic": [7.5, 4.0, 4.0] if cache_is_slow else [7.5, 2.8, 1.0]}
+    measure, losses = utils.measure, iter([1.43, float("nan"), 1.43])
+
+    def with_these_times(methods, *args):
+        results = measure(methods, *args)
+        return {n: m._replace(steps_ms=ms.get(n, m.steps_ms)) for n, m in results.items()}
+
+    monkeypatch.setattr(utils, "measure", with_these_times)
+    monkeypatch.setattr(utils, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    args = ["--quick", "--repeats", 1, "--batch-size", 1, "--checkpoint", checkpoint]
+    status, stdout, _ = run_here(monkeypatch, capsys, *args, "--prompt-len", 1, "--n-tokens", 3)
+    assert status == 1 and "FAILED the same validation loss with caches" in stdout
+    why = " ".join(stdout.partition("why:")[2].split())
+    assert "TTFT is 7.0 ms without and 7.5 ms with" in why
+    if cache_is_slow:
+        assert "The cache is not ahead after these 3 tokens: all of them take 15.5 ms against 13.0" in why
+    else:
+        assert "The cache is ahead from token 3 on: all of them take 11.3 ms against 13.0" in why
+    assert "cut into" not in why
 
 
 def test_one_token_behind_a_prompt_longer_than_the_context(checkpoint, monkeypatch, capsys):

@@ -296,7 +296,7 @@ def test_each_conversion_is_the_best_in_its_own_measure(d_latent, seed):
     found = {}
     for how, convert in CONVERSIONS.items():
         found[how] = errors(model, state, convert(state, 2, d_latent, inputs), inputs)
-    weighted, two_sided = ([found[how][0] for how in CONVERSIONS], [e[1] * 4 + e[2] for e in found.values()])
+    weighted, two_sided = ([found[how][0] for how in CONVERSIONS], [e[1] * 64 + e[2] for e in found.values()])
     assert weighted[1] <= min(weighted[0], weighted[2]) * (1 + 1e-3) + 1e-4
     assert two_sided[2] <= min(two_sided[:2]) * (1 + 1e-3) + 1e-4
 

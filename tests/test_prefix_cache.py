@@ -1,5 +1,7 @@
 """A stored prefix against prompts computed in full, and what its reuse must never do."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,6 +188,37 @@ def test_script(checkpoint, tmp_path):
         assert reused["stored_mb"] == pytest.approx(180 * 18_432 / 1e6)
     wrong = next(lines for title, lines in run.json["sweeps"].items() if "differs" in title)
     assert all(line["KL (nats)"] > 0 for line in wrong) and wrong[0]["reusable"] == 8
+
+
+@pytest.mark.parametrize(
+    "options, P, absent",
+    [
+        (["--shared", "0"], 0, ["pay", "0 of", "Decoding"]),
+        (["--prompt-len", "1", "--batch-size", "1"], 0, ["pay", "factor of 2"]),
+        (["--prompt-len", "2", "--shared", "0.5", "--batch-size", "1"], 1, []),
+        (["--shared", "0.05"], 10, []),
+    ],
+)
+def test_explanation_looks_at_the_run(checkpoint, options, P, absent):
+    """Nothing stored, nothing to save, little to save: no line speaks of a gain that was not there."""
+    run = run_script(
+        "main_prefix_cache.py", "--quick", "--repeats", "1", "--json", "-", *options, checkpoint=checkpoint
+    )
+    assert run.status == 0, run.stderr
+    assert run.json["config"]["n_shared"] == P and all(run.json["checks"].values())
+    why = " ".join(run.json["why"])
+    assert not [word for word in absent if word in why], why
+    numbers = [float(number) for number in re.findall(r"[0-9]+(?:[.][0-9]+)?", why)]
+    assert max(numbers) < 1e5, why  # and no quotient of a difference that is noise
+    if P:
+        saved = float(re.search(r"saves (-?[0-9.]+) ms", why)[1])
+        assert "second request" not in why
+        if saved >= 0.1:
+            took = float(re.search(r"prefix took ([0-9.]+) ms", why)[1])
+            n = int(re.search(r"by it: ([0-9]+) pay it back", why)[1])
+            assert (took - 0.05) / (saved + 0.05) <= n < (took + 0.05) / (saved - 0.05) + 1
+        elif saved < 0:
+            assert "not even 1000 pay it back" in why
 
 
 def test_script_refuses_what_does_not_fit(checkpoint):

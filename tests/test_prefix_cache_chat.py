@@ -10,7 +10,7 @@ from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
 from inference_utils import StepClock
 from main_kvcache import generate, generate_kvcache
-from main_prefix_cache import cache_bytes, cache_length, compute_prefix_cache, expand_cache
+from main_prefix_cache import cache_bytes, cache_length, compute_prefix_cache, cut_cache, expand_cache
 from main_prefix_cache_chat import PrefixStore, generate_with_store
 
 CONTEXT = 16
@@ -27,11 +27,12 @@ def tensors(kv_cache):
     return [t for kv in kv_cache for t in kv]
 
 
-def store_of(*sequences, capacity_bytes=10**9):
-    """A store with the caches of these token sequences; its model is tiny_model's."""
-    store = PrefixStore(capacity_bytes)
+def store_of(*sequences, capacity_bytes=10**9, model=None):
+    """A store with the caches of these token sequences, of a given model or of a tiny_model."""
+    store, model = PrefixStore(capacity_bytes), model or tiny_model(GPTlite_KVCache)
+    store.use(model)
     for tokens in sequences:
-        store.put(tokens, compute_prefix_cache(tiny_model(GPTlite_KVCache), torch.tensor([tokens])))
+        store.put(tokens, compute_prefix_cache(model, torch.tensor([tokens], dtype=torch.int64)))
     return store
 
 
@@ -61,13 +62,14 @@ def test_an_early_difference_must_miss():
 
 def test_a_stored_prompt_still_computes_its_last_token():
     prompt = random_tokens(1, 7)
-    model, store = tiny_model(GPTlite_KVCache), store_of(prompt[0].tolist())
+    model = tiny_model(GPTlite_KVCache)
+    store = store_of(prompt[0].tolist(), model=model)
     with StepClock(model) as clock:
         tokens, n_hit = generate_with_store(model, store, prompt, 3, CONTEXT)
     assert n_hit == 6 and clock.forward_tokens == 3  # the last of the prompt, two of the three new ones
     assert torch.equal(tokens, generate_kvcache(model, prompt, 3, CONTEXT))
     one = random_tokens(1, 1)
-    assert generate_with_store(model, store_of(one[0].tolist()), one, 2, CONTEXT)[1] == 0
+    assert generate_with_store(model, store_of(one[0].tolist(), model=model), one, 2, CONTEXT)[1] == 0
 
 
 def test_zero_new_tokens_store_nothing():
@@ -101,6 +103,84 @@ def test_put_refuses_what_does_not_fit_together():
         PrefixStore(10**6).put([1, 2, 3], kv_cache)
     with pytest.raises(ValueError, match="batch 1"):
         PrefixStore(10**6).put([1, 2, 3, 4], expand_cache(kv_cache, 2))
+
+
+def set_in_place(model, other):
+    with torch.no_grad():
+        model.fc_out.weight.copy_(other.fc_out.weight)
+        model.blocks[1].mha.key_proj.weight.copy_(other.blocks[1].mha.key_proj.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, other: model.load_state_dict(other.state_dict()),
+        lambda model, other: model.load_state_dict(other.state_dict(), assign=True),
+        set_in_place,
+        lambda model, other: setattr(model.blocks[0].mha, "key_proj", other.blocks[0].mha.key_proj),
+        lambda model, other: model.float(),
+        lambda model, other: torch.optim.SGD(model.parameters(), 1.0).step(),
+    ],
+    ids=["load", "assign", "in place", "replaced", "other type", "optimizer"],
+)
+def test_new_weights_find_nothing_of_the_old(change):
+    """Case LO-2: the weights of one model object are replaced between two requests."""
+    model, other = (tiny_model(GPTlite_KVCache, seed=seed) for seed in (0, 1))
+    prompt, store = random_tokens(1, 7), PrefixStore(10**9)
+    assert [generate_with_store(model, store, prompt, 3, CONTEXT)[1] for _ in range(2)] == [0, 6]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    change(model, other)
+    assert store.match(prompt[0].tolist()) == (0, None) and store.n_bytes == 0
+    for n_hit in (0, 6):
+        tokens, found = generate_with_store(model, store, prompt, 3, CONTEXT)
+        assert found == n_hit and torch.equal(tokens, generate_kvcache(model, prompt, 3, CONTEXT))
+
+
+def test_another_model_finds_nothing():
+    """Case LO-2: none, A, B, A through one store; each output is that of its own cold run."""
+    prompt, store = random_tokens(1, 7), store_of([1, 2, 3])
+    a, b = (tiny_model(GPTlite_KVCache, seed=seed) for seed in (0, 1))
+    for model, n_hit in ((a, 0), (a, 6), (b, 0), (b, 6), (a, 0)):
+        tokens, found = generate_with_store(model, store, prompt, 3, CONTEXT)
+        assert found == n_hit and torch.equal(tokens, generate_kvcache(model, prompt, 3, CONTEXT))
+    unknown = PrefixStore(10**9)
+    unknown.put(prompt[0].tolist(), compute_prefix_cache(b, prompt))
+    assert generate_with_store(a, unknown, prompt, 3, CONTEXT)[1] == 0
+    for seed in range(3):  # a model that may come to lie where the last one was
+        model = tiny_model(GPTlite_KVCache, seed=seed)
+        assert generate_with_store(model, store, prompt, 3, CONTEXT)[1] == 0
+        del model
+
+
+def test_views_are_counted_and_kept_by_their_own_bytes():
+    """Case PC-7: neither a longer cache behind a view nor what its owner writes next matters."""
+    model, tokens = tiny_model(GPTlite_KVCache), random_tokens(1, 16)[0].tolist()
+    whole = compute_prefix_cache(model, torch.tensor([tokens]))
+    expected = [t[..., :2, :].clone() for t in tensors(whole)]
+    stacked = torch.stack([torch.stack(kv) for kv in whole])  # one tensor for all, as buffers are
+    views = {
+        "cut": cut_cache(whole, 2),
+        "buffers": [(k[..., :2, :], v[..., :2, :]) for k, v in stacked],
+        "rows": [tuple(t[:1, :, :2] for t in kv) for kv in expand_cache(whole, 3)],
+    }
+    for name, view in views.items():
+        store = PrefixStore(2 * BYTES)
+        store.put(tokens[:2], view)
+        storages = [t.untyped_storage() for t in tensors(store.match(tokens)[1])]
+        assert store.n_bytes == 2 * BYTES == sum(storage.nbytes() for storage in storages), name
+        for t in tensors(view):
+            t.add_(0 if name == "rows" else 1)
+        assert_close(tensors(store.match(tokens)[1]), expected)
+        for t in tensors(view):
+            t.sub_(0 if name == "rows" else 1)
+
+
+def test_nothing_to_store_changes_nothing():
+    store = store_of([1, 2], [3, 4])
+    for empty in (None, []):
+        store.put([], empty)
+    assert list(store.entries) == [(1, 2), (3, 4)] and store.n_bytes == 4 * BYTES
 
 
 @given(st.integers(1, 3), st.integers(0, 4), st.integers(0, 99), st.booleans())

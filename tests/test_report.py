@@ -1,6 +1,9 @@
 """Options and exit statuses, the cost model against an independent count, the report and its JSON."""
 
+import argparse
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -72,6 +75,8 @@ def test_help_shows_every_option_and_default(run):
         ["--repeats", "-3"],
         ["--repeats", "two"],
         ["--seed", "-1"],
+        ["--seed", str(2**43)],  # of which training makes a number for every step
+        ["--repeats", str(10**20)],
         ["--dtype", "int8"],
         ["--device", "tpu"],
         ["--unknown"],
@@ -82,6 +87,49 @@ def test_bad_values(run, argv):
     result = run(never, *argv)
     assert result.status == 2 and result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith("main_tiny.py: error: ")
+
+
+@pytest.mark.parametrize("number", [2**31, 10**15, 10**20, 10**400])
+def test_huge_numbers_are_refused_with_the_limit(number):
+    for parse in (rep.positive_int, rep.count):
+        if parse is rep.positive_int or number >= 2**43:
+            with pytest.raises(argparse.ArgumentTypeError, match="is too large: at most"):
+                parse(str(number))
+    assert rep.positive_int(str(2**31 - 1)) == 2**31 - 1 and rep.count(str(2**43 - 1)) == 2**43 - 1
+    torch.manual_seed(rep.LARGEST_COUNT * 1_000_003 + rep.LARGEST_INT)  # the largest seed of a step
+
+
+def test_help_tells_defaults_where_there_are_any():
+    parser = rep.options("Tiny.")
+    parser.add_argument("--n-tokens", type=rep.positive_int, help="new tokens (default: up to the context)")
+    parser.add_argument("--share", type=float, default=0.0, help="share")
+    parser.add_argument("--widths", type=int, nargs="+", default=[8, 4], help="widths")
+    parser.add_argument("--name", default="100%", help="name")
+    page = " ".join(parser.format_help().split())
+    assert "--n-tokens N new tokens (default: up to the context) --share" in page
+    assert "--share N share (default: 0.0)" in page and "widths (default: 8 4)" in page
+    assert "--name NAME name (default: 100%)" in page and "--seed N " in page
+    assert "(default: checkpoints/gptlite.pth)" in page and str(ROOT) not in page
+    for absent in ("None", "False", "WIDTHS", "REPEATS"):
+        assert absent not in page
+
+
+def test_options_that_a_script_leaves_out_are_refused(capsys):
+    parser = rep.options("Tiny.", repeats=None, plot=False, dtype=False)
+    args = parser.parse_args([])
+    assert args.plot is None and args.dtype == "float32" and args.repeats == 1
+    for option in (["--plot", "x.png"], ["--dtype", "float16"], ["--repeats", "2"]):
+        with pytest.raises(SystemExit) as end:
+            parser.parse_args(option)
+        assert end.value.code == 2 and f"unrecognized arguments: {option[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("main_*.py")), ids=lambda path: path.stem)
+def test_plot_is_an_option_of_the_scripts_with_a_figure(path):
+    source = path.read_text()
+    has_figure = "args.plot" in source
+    assert has_figure == ("save_figure(" in source or "plot_lines(" in source)
+    assert has_figure != ("plot=False" in source)
 
 
 def test_seed_is_set(run):
@@ -119,6 +167,22 @@ def test_too_little_memory(run):
     assert result.stderr.startswith("main_tiny.py: out of memory, try smaller sizes")
 
 
+@pytest.mark.parametrize("shape", [(2**31 - 1, 2**31 - 1), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_sizes_whose_product_overflows(run, shape):
+    result = run(lambda _: torch.empty(shape))
+    assert result.status == 2 and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("main_tiny.py: out of memory, try smaller sizes")
+
+
+def test_figure_without_matplotlib_is_found_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert importlib.util.find_spec("matplotlib") is None
+    result = run(never, "--plot", tmp_path / "figure.png")
+    assert result.status == 2 and len(result.stderr.splitlines()) == 1
+    assert "--plot needs matplotlib: python -m pip install matplotlib" in result.stderr
+    assert run(lambda _: None).status == 0
+
+
 def test_fault_of_the_program_is_not_hidden(run):
     with pytest.raises(ZeroDivisionError):
         run(lambda _: 1 / 0)
@@ -139,6 +203,7 @@ def test_interrupt_is_one_line_and_status_130(run):
     [
         (["--json", "absent/report.json"], "there is no folder"),
         (["--json", "."], "is a folder"),
+        (["--json", ""], "is a folder"),
         (["--json", "pipe"], "is a folder or a device"),
         (["--plot", "absent/figure.png"], "there is no folder"),
         (["--plot", "figure.jpeg"], "the name must end in .png or .pdf or .svg"),
@@ -157,8 +222,12 @@ def test_file_that_cannot_be_written_is_found_before_the_work(run, tmp_path, mon
 def test_file_that_is_there_stays_until_the_end(run, tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
+    others = {f"report.json{end}" for end in (".probe", ".part", f".{os.getpid()}.probe")}
+    for name in others:
+        (tmp_path / name).write_text("of somebody else")
     assert run(lambda _: None, "--json", path, "--plot", tmp_path / "figure.PNG").status == 0
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["report.json"]
+    assert path.read_text() == "old" and {*os.listdir(tmp_path)} == {"report.json", *others}
+    assert all((tmp_path / name).read_text() == "of somebody else" for name in others)
 
 
 def test_reader_that_goes_away_and_a_locale_without_unicode(tmp_path):
@@ -178,6 +247,33 @@ def test_reader_that_goes_away_and_a_locale_without_unicode(tmp_path):
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) in (0, 1)
     assert first == b"caf\\xe9 \\u2764\n"
+
+
+def test_report_is_written_although_its_reader_has_gone(tmp_path):
+    """script --json r.json | head -1, and with standard output or error closed."""
+    script = tmp_path / "main_tiny.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import inference_report as rep\nfrom gptlite import GPTlite\nfrom helpers import tiny_model\n"
+        "with rep.script(rep.options('Tiny.')) as args:\n"
+        "    report = rep.Report(args, 'tiny technique', tiny_model(GPTlite))\n"
+        "    print('on its way', file=sys.stderr)\n"
+        "    report.why('word ' * 100_000)\n"
+        "    report.finish()\n"
+    )
+    for number, (end, status, stderr) in enumerate(
+        [("| true", 1, "on its way\n"), (">&-", 0, "on its way\n"), (">&- 2>&-", 0, "")]
+    ):
+        path = tmp_path / f"{number}.json"
+        line = (
+            f'"$0" "$@" {end}'
+            if end != "| true"
+            else '{ "$0" "$@"; echo $? >status; } | true; exit $(cat status)'
+        )
+        command = ["sh", "-c", line, sys.executable, script, "--device", "cpu", "--json", path]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert (run.returncode, run.stdout, run.stderr) == (status, "", stderr)
+        assert json.loads(path.read_text())["technique"] == "tiny technique"
 
 
 # Cost model
@@ -324,6 +420,26 @@ def test_json_in_a_file(run, tmp_path):
     assert os.listdir(tmp_path) == ["report.json"] and "{" not in result.stdout
 
 
+def test_json_knows_no_nan(run, tmp_path):
+    """As JSON has it, null; a reader other than Python's would refuse the rest of the file."""
+
+    def body(args):
+        report = rep.Report(args, "broken", tiny_model(GPTlite), share=math.inf)
+        report.row("nan", valid_loss=math.nan, spread=(1.0, -math.inf))
+        report.sweep("of losses", [{"loss": math.nan, "n": 3}])
+        report.finish()
+
+    def refuse(constant):
+        pytest.fail(f"{constant} is not JSON")
+
+    path = tmp_path / "report.json"
+    assert run(body, *CPU, "--json", path).status == 0
+    data = json.loads(path.read_text(), parse_constant=refuse)
+    assert data["config"]["share"] is data["rows"][0]["valid_loss"] is None
+    assert data["rows"][0]["spread"] == [1.0, None]
+    assert data["sweeps"]["of losses"] == [{"loss": None, "n": 3}]
+
+
 def test_page(run):
     lines = run(full_report, *CPU).stdout.splitlines()
     assert lines[0] == "main_tiny.py: tiny technique"
@@ -394,7 +510,9 @@ def test_rows_of_methods(run):
     base, same, wrong, late = data["rows"]
     assert [row["method"] for row in data["rows"]] == [f"{name}, batch 2" for name in outputs]
     assert base["baseline"] and not same["baseline"]
-    assert [row["same_output"] for row in data["rows"]] == [True, True, False, True]
+    # two of the three tokens are compared: the third is nowhere called equal
+    assert [row["same_output"] for row in data["rows"]] == [True, None, False, None]
+    assert same["approximate"] and late["approximate"] and "approximate" not in base
     assert wrong["first_difference"] == 1 and wrong["tpot_ms"] is None
     assert late["speedup"] == 1 and same["valid_loss"] == 1.5 and base["valid_loss"] is None
     weights = utils.model_size_mb(model) + prompt.numel() * 8 / 1e6
@@ -402,8 +520,64 @@ def test_rows_of_methods(run):
     assert same["peak_memory_mb"] == pytest.approx(weights + 4000 / 1e6)
     assert result.status == 1
     assert [name for name, passed in data["checks"].items() if not passed] == [
-        "wrong, batch 2: same tokens as base"
+        "wrong, batch 2: same first 2 of 3 tokens as base"
     ]
+
+
+@pytest.mark.parametrize("n_compared, name", [(3, "same tokens as base"), (4, "same tokens as base")])
+def test_rows_of_methods_compared_to_the_end(run, n_compared, name):
+    """More logits than tokens compare no more than there is."""
+    prompt, model = random_tokens(2, 3), tiny_model(GPTlite)
+    output = torch.cat([prompt, random_tokens(2, 3, seed=1)], dim=1)
+    methods = [utils.Method(name, lambda: None, [model]) for name in ("base", "other")]
+    results = {method.name: MEASUREMENT._replace(output=output) for method in methods}
+    seen = {}
+
+    def body(args):
+        report = rep.Report(args, "rows", model)
+        report.method_rows(methods, results, prompt, torch.zeros(2, n_compared, 16))
+        seen.update(report.data)
+
+    assert run(body).status == 0
+    assert seen["checks"] == {f"other: {name}": True}
+    assert [row["same_output"] for row in seen["rows"]] == [True, True]
+
+
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_behind_a_tie_the_model_still_decides(run, model_class):
+    """A method may part from the baseline at a tie; then it must go on as the model does from there."""
+    model, prompt = tiny_model(model_class), random_tokens(2, 4)
+
+    def logits_of(tokens):
+        return tiny_model(GPTlite)(tokens).detach()  # [B, T, V]
+
+    def go_on(tokens, n):
+        for _ in range(n):
+            tokens = torch.cat([tokens, logits_of(tokens)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+        return tokens
+
+    reference = go_on(prompt, 6)  # [2, 10]
+    logits = logits_of(reference[:, :-1])[:, 3:].clone()  # [2, 6, V]
+    second = logits[0, 1].topk(2).indices[1]
+    logits[0, 1, second] = logits[0, 1].max()  # a tie at the second token of the first row
+    other = reference[:, :6].clone()
+    other[0, 5] = second
+    right = go_on(other, 4)  # another text from there, and the model's own
+    wrong = right.clone()
+    wrong[0, 8] = logits_of(wrong[:, :8])[0, -1].argmin()
+    outputs = {"base": reference, "right": right, "wrong": wrong}
+    methods = [utils.Method(name, lambda: None, [model]) for name in outputs]
+    results = {name: MEASUREMENT._replace(output=output) for name, output in outputs.items()}
+    rows = []
+
+    def body(args):
+        report = rep.Report(args, "ties", model)
+        report.method_rows(methods, results, prompt, logits)
+        rows.extend(report.data["rows"])
+
+    assert run(body).status == 0
+    assert [row["same_output"] for row in rows] == [True, True, False]
+    assert rows[2]["first_difference"] == 4
 
 
 @pytest.mark.parametrize("dtype, same", [(torch.float32, False), (torch.bfloat16, True)])

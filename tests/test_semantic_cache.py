@@ -107,6 +107,16 @@ def test_threshold_is_a_cosine(threshold):
         SemanticCache(embed, threshold)
 
 
+def test_vectors_of_another_width_are_refused_before_the_model_is_asked():
+    vectors = {"a": [1.0, 0.0], "b": [1.0, 0.0, 0.0], "c": [1.0]}
+    cache = SemanticCache(vectors.get, 0.5)
+    cache("a", str.upper)
+    for text in "bc":
+        with pytest.raises(ValueError, match="another encoder"):
+            cache(text, never)
+    assert cache("a", never) == ("A", pytest.approx(1.0), True)
+
+
 def test_failed_answer_is_not_stored():
     cache = SemanticCache(embed, 0.9)
     with pytest.raises(RuntimeError):

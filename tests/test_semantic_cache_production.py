@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import faiss
+import numpy as np
 import pytest
 from helpers import ROOT, run_script
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from test_semantic_cache import Model, cosine, embed, never
 
 from main_semantic_cache import SemanticCache, unit_vectors
-from main_semantic_cache_production import ProductionSemanticCache
+from main_semantic_cache_production import ProductionSemanticCache, weights_name
 
 
 class Clock:
@@ -92,6 +93,51 @@ def test_nothing_crosses_the_scope(make):
     assert cache("a 0", never, sampling={"top_k": 3, "temperature": 0.5})[0] == "answer of 4"
     other = make(embedder="another encoder")
     assert other("a 0", lambda query: "new") == ("new", 0.0, False)
+
+
+def test_new_weights_under_an_old_name_serve_nothing_old(make, tmp_path):
+    """Case LO-2: the file of the weights is overwritten; its contents are the model's name."""
+    cache, checkpoint = make(), tmp_path / "model.pth"
+    for weights, hit in ((b"A", False), (b"A", True), (b"B", False), (b"A", True), (b"B", True)):
+        checkpoint.write_bytes(weights)
+        answer = cache("a 0", lambda query, w=weights: f"of {w}", model=weights_name(checkpoint))
+        assert (answer[0], answer[2]) == (f"of {weights}", hit)
+        assert cache("b 3", never, model=weights_name(checkpoint))[0] == f"of {weights}"
+
+
+def test_vectors_of_another_width_are_refused_before_the_model_is_asked(make):
+    cache = make()
+    cache("a 0", str.upper)
+    wide = make()
+    wide.embed_fn = lambda text: [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match="another encoder"):
+        wide("b 0", never)
+    assert cache("a 0", never)[0] == wide("a 0", never)[0] == "A 0" and len(cache) == 1
+    assert_consistent(cache)
+
+
+@pytest.mark.parametrize("answer", [None, 5, b"bytes", ["list"]])
+def test_an_answer_that_is_no_text_is_handed_back_and_not_stored(make, answer):
+    cache = make()
+    for _ in range(2):
+        assert cache("a 0", lambda query: answer) == (answer, 0.0, False)
+    assert len(cache) == 0 and cache.counts == {"miss": 2}
+    assert cache("a 0", str.upper)[0] == "A 0" and cache("a 0", never)[0] == "A 0"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"abc", b"", "text", b"\x00" * 8, np.float32([np.nan, 1]).tobytes(), np.float32([0.6]).tobytes()]
+    + [np.float32([1, 0, 0]).tobytes()],
+)
+def test_damaged_vectors_are_refused_with_the_path(make, damaged):
+    cache = make()
+    for text in ("a 0", "b 90"):
+        cache(text, str.upper)
+    with cache.db:
+        cache.db.execute("UPDATE entries SET vector = ? WHERE query = 'b 90'", (damaged,))
+    with pytest.raises(ValueError, match="cache.sqlite cannot serve"):
+        make()
 
 
 def test_entries_expire(make):

@@ -1,5 +1,7 @@
 """What confirmation refuses and accepts, and its script."""
 
+import itertools
+
 import pytest
 from helpers import run_script
 from hypothesis import given
@@ -25,6 +27,23 @@ from main_semantic_confirmation import same_details
         ("How do I lock the door?", "How do I unlock the door?"),
         ("Who follows Helena, Demetrius?", "Who follows Demetrius, Helena?"),
         ("from a string to a number", "from a number to a string"),
+        ("Is it safe at -5 degrees?", "Is it safe at 5 degrees?"),
+        ("Is it safe at \u221240 degrees?", "Is it safe at 40 degrees?"),
+        ("Is it safe at minus five degrees?", "Is it safe at five degrees?"),
+        ("a balance of -$5", "a balance of $5"),
+        ("add .5 grams", "add 5 grams"),
+        ("add \u00bd a cup", "add \u00bc a cup"),
+        ("add 1\u00bd cups", "add 1 cup"),
+        ("add 1/2 cup", "add 1/3 cup"),
+        ("add half a cup", "add a quarter cup"),
+        ("the integral of x\u00b2", "the integral of x\u00b3"),
+        ("what is 10\u00b2", "what is 102"),
+        ("a square m\u00b2", "a square m"),
+        ("Is it legal to park here?", "Is it illegal to park here?"),
+        ("Is it possible?", "Is it impossible?"),
+        ("a regular verb", "an irregular verb"),
+        ("a correct answer", "an incorrect answer"),
+        ("a fiction book", "a non-fiction book"),
     ],
 )
 def test_confirmation_refuses(query, stored):
@@ -46,6 +65,35 @@ def test_confirmation_refuses(query, stored):
 )
 def test_confirmation_accepts(query, stored):
     assert same_details(query, stored) and same_details(stored, query)
+
+
+def test_every_number_word_differs_from_every_other_value():
+    """Case SC-1: thirteen and fourteen, twenty and thirty, hundred and thousand, once and twice."""
+    words = (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+        "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred "
+        "thousand million billion trillion half quarter"
+    ).split()
+    ordinals = "third twelfth thirteenth twentieth fiftieth hundredth thousandth".split()
+    for group in (words, ordinals, ["once", "twice", "thrice"], ["double", "triple"]):
+        for a, b in itertools.permutations(group, 2):
+            assert not same_details(f"what after {a} days", f"what after {b} days"), (a, b)
+    assert same_details("the twentieth century", "the 20th century")
+    assert same_details("the chapter thirteen", "chapter 13") and same_details("at \u22125", "at -5")
+    assert same_details("minus 5 degrees", "-5 degrees") and same_details("a half", "1/2")
+
+
+@given(st.decimals(-2000, 2000, places=2), st.decimals(-2000, 2000, places=2))
+def test_any_two_numbers(a, b):
+    texts = [f"Is it safe at {number.normalize():f} degrees?" for number in (a, b, -a)]
+    for text in texts[1:]:
+        assert same_details(texts[0], text) == (texts[0] == text)
+
+
+@pytest.mark.parametrize("text", ["pages 3-5", "years 1939\u20131945", "Covid-19", "a 3-D film", "...5 -"])
+def test_a_hyphen_is_no_sign(text):
+    spaced = text.replace("-", " ").replace("\u2013", " ")
+    assert same_details(text, spaced)
 
 
 @given(st.text(max_size=40))

@@ -70,6 +70,8 @@ def test_script(checkpoint, tmp_path):
     assert plain["approximate"] and confirmed["approximate"]
     assert confirmed["precision"] > plain["precision"] and confirmed["at least"] < confirmed["precision"]
     assert plain["recall"] >= confirmed["recall"] > 0
+    counted = [name for name in run.json["checks"] if "as counted" in name]
+    assert [int(name.split("hits ")[1].split()[0]) for name in counted] == [plain["hits"], confirmed["hits"]]
     threshold = run.json["config"]["threshold"]
     tables = [lines for title, lines in run.json["sweeps"].items() if "confirmed; threshold" in title]
     chosen = [line for line in tables[0] if line["threshold"] == threshold]

@@ -117,6 +117,13 @@ def test_what_the_figures_mean():
     assert goodput({1.0: 0.5}) == 0.0
 
 
+@pytest.mark.parametrize("options", [("--longest", "2"), ("--longest", "2", "--n-requests", "1")])
+def test_script_refuses_requests_without_a_second_token(checkpoint, options):
+    run = run_script("main_serving.py", "--quick", *options, checkpoint=checkpoint)
+    assert run.status == 2 and run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1 and "second token" in run.stderr
+
+
 def test_script(checkpoint, tmp_path):
     figure = tmp_path / "serving.png"
     run = run_script("main_serving.py", "--quick", "--json", "-", "--plot", figure, checkpoint=checkpoint)

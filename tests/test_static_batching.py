@@ -144,8 +144,12 @@ def test_requests_fit_and_repeat():
         assert 4 <= len(prompt) <= 16 and 4 <= n_tokens <= 48
         assert (prompt.diff() % 16 == 1).all()  # cut from the data in one piece
     assert {n for _, n in draw[0]} >= {4, 48} or len({n for _, n in draw[0]}) > 35
-    for seqlen in (1, 2, 5, 16):
-        assert all(len(q) >= 1 and n >= 1 for q, n in make_requests(data, 20, seqlen))
+    for seqlen in range(2, 20):
+        drawn = make_requests(data, 40, seqlen)
+        assert all(len(q) >= 1 and n >= 1 and len(q) + n <= seqlen for q, n in drawn)
+    for seqlen in (1, 0, -3):
+        with pytest.raises(ValueError, match="at least 2"):
+            make_requests(data, 3, seqlen)
     assert len(make_requests(data[:16], 3, 64)) == 3
     with pytest.raises(ValueError, match="too short"):
         make_requests(data[:15], 3, 64)
@@ -215,6 +219,15 @@ def test_script(checkpoint, tmp_path):
         assert fewer["peak_memory_mb"] < more["peak_memory_mb"]
         assert more["latency_p50_ms"] <= more["latency_p99_ms"]
     assert figure.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "script", ["main_static_batching.py", "main_continuous_batching.py", "main_serving.py"]
+)
+def test_scripts_refuse_requests_of_one_token(checkpoint, script):
+    run = run_script(script, "--quick", "--longest", "1", "--n-requests", "4", checkpoint=checkpoint)
+    assert run.status == 2 and run.stdout == ""
+    assert len(run.stderr.splitlines()) == 1 and "at least 2" in run.stderr
 
 
 def test_script_refuses_requests_past_the_context(checkpoint):

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import signal
 import sys
 
 import pytest
@@ -90,21 +91,32 @@ def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, caps
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return inference_utils_step(*args)
+        inference_utils_step(*args)
+        if len(calls) == 2:  # Ctrl-C when the weights are updated and the step is not counted yet
+            signal.raise_signal(signal.SIGINT)
 
     inference_utils_step = inference_utils.optimizer_step
     monkeypatch.setattr(inference_utils, "optimizer_step", interrupted)
     assert run_training(monkeypatch, *options, str(parts)) == 130
     assert "--resume' goes on" in capsys.readouterr().out
     assert not parts.exists() and parts.with_suffix(".state").exists()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    state = torch.load(parts.with_suffix(".state"))
+    assert state["step"] == len(calls) == 2 and len(state["losses"]) == 2
 
     assert run_training(monkeypatch, "--resume", "--steps", "5", *options[2:], str(parts)) == 2
     assert "is of a run with steps 4, not 5" in capsys.readouterr().err
     assert run_training(monkeypatch, *options, str(parts), "--resume") == 0
     expected, resumed = load_checkpoint(whole), load_checkpoint(parts)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    curves = [json.loads(path.with_suffix(".json").read_text())["loss_curve"] for path in (whole, parts)]
+    assert curves[0] == curves[1]  # the mean training loss covers the steps before the interruption too
+
+    del state["losses"]  # as earlier versions wrote it
+    torch.save(state, parts.with_suffix(".state"))
+    assert run_training(monkeypatch, *options, str(parts), "--resume") == 0
+    again = load_checkpoint(parts)
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
 
     facts = json.loads(parts.with_suffix(".json").read_text())
     assert facts["tokens_seen"] == 4 * 16 * 256
@@ -112,10 +124,31 @@ def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, caps
     assert "--resume" not in facts["command"]
     assert sorted(path.name for path in tmp_path.iterdir() if "part." in path.name) == []
 
-    state = parts.with_suffix(".state")
-    state.write_bytes(state.read_bytes()[:1000])  # a state cut short is refused, not used
+    path = parts.with_suffix(".state")
+    for wrong in (expected, [1], {**state, "step": "2"}, {k: v for k, v in state.items() if k != "curve"}):
+        torch.save(wrong, path)
+        assert run_training(monkeypatch, *options, str(parts), "--resume") == 2
+        assert "parts.state is not the state of a training run" in capsys.readouterr().err
+    path.write_bytes(whole.with_suffix(".state").read_bytes()[:1000])  # cut short: refused, not used
     assert run_training(monkeypatch, *options, str(parts), "--resume") == 2
     assert "truncated" in capsys.readouterr().err
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch, tmp_path, capsys):
+    own_text = tmp_path / "own.txt"
+    own_text.write_text("To be, or not to be, that is the question:\n" * 80)
+
+    def interrupted_twice(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second interrupt did nothing")
+
+    monkeypatch.setattr(inference_utils, "optimizer_step", interrupted_twice)
+    options = ["--steps", "4", "--data", str(own_text), "--checkpoint", str(tmp_path / "model.pth")]
+    assert run_training(monkeypatch, *options) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "main_training.py: stopped"
+    assert [path.name for path in tmp_path.iterdir()] == ["own.txt"]
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_full_disk_keeps_the_last_state(monkeypatch, tmp_path, capsys):
@@ -143,9 +176,14 @@ def test_full_disk_keeps_the_last_state(monkeypatch, tmp_path, capsys):
         (["--checkpoint", "weights.bin"], "must end in .pth"),
         (["--steps", "0"], "not a number from 1 up"),
         (["--steps", "5", "--minutes", "1"], "not allowed with"),
+        (["--dtype", "bfloat16"], "unrecognized arguments: --dtype"),  # it would change nothing
+        (["--repeats", "3"], "unrecognized arguments: --repeats"),
+        (["--seed", str(10**15)], "too large"),
+        (["--data", "short.txt"], "the validation part of the text (its last tenth) is too short: 200"),
     ],
 )
 def test_bad_options(monkeypatch, tmp_path, capsys, args, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("To be, or not to be\n" * 100)
     assert run_training(monkeypatch, *args) == 2
     assert message in capsys.readouterr().err

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import pickle
+import shlex
 import statistics
 from types import SimpleNamespace
 
@@ -59,6 +60,34 @@ def test_prefixes_of_wrapped_models(saved, tmp_path):
     assert list(utils.load_checkpoint(save(tmp_path, wrapped.state_dict()))) == list(saved.state)
 
 
+@pytest.mark.parametrize("prefixes", [("", "module."), ("_orig_mod.", "module._orig_mod.")])
+def test_a_name_that_is_there_twice(tmp_path, prefixes):
+    path = save(tmp_path, {prefix + "ln.bias": torch.zeros(1) for prefix in prefixes})
+    with pytest.raises(ValueError, match="holds ln.bias twice"):
+        utils.load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, dtype=torch.int8),
+        torch.zeros(2, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.tensor([1.0, float("nan")]),
+        torch.tensor([-float("inf"), 1.0]).half(),
+        torch.tensor([1e300], dtype=torch.float64),  # too large for float32
+    ],
+    ids=["int8", "bool", "complex", "sparse", "meta", "nan", "infinity", "too large"],
+)
+def test_only_dense_finite_floating_point_tensors_are_weights(tmp_path, tensor):
+    path = save(tmp_path, {"whole": torch.zeros(1), "spoilt": tensor})
+    with pytest.raises(ValueError, match="other.pth.*spoilt") as caught:
+        utils.load_checkpoint(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_prefixes_only_at_the_start(tmp_path):
     names = ["blocks.0.module.weight", "net._orig_mod.bias", "submodule.weight", "module", "_orig_mod"]
     path = save(tmp_path, {name: torch.zeros(1) for name in names})
@@ -76,6 +105,23 @@ def test_missing_checkpoint_names_the_command(tmp_path):
         utils.load_model(GPTlite, 96, path)
     with pytest.raises(FileNotFoundError):
         utils.load_checkpoint(tmp_path)  # a folder
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("gptlite.pth", ["--checkpoint", "gptlite.pth"]),
+        ("gptlite_distilled.pth", ["--size", "distilled", "--checkpoint", "gptlite_distilled.pth"]),
+        ("my own weights.pth", ["--checkpoint", "my own weights.pth"]),
+        ("weights.bin", ["--checkpoint", "weights.bin.pth"]),  # training writes no other names
+    ],
+)
+def test_the_command_that_makes_a_missing_checkpoint_can_be_pasted(tmp_path, name, arguments):
+    with pytest.raises(FileNotFoundError) as caught:
+        utils.load_checkpoint(tmp_path / name)
+    command = str(caught.value).partition(": '")[2].removesuffix("' makes one")
+    arguments = [*arguments[:-1], str(tmp_path / arguments[-1])]
+    assert shlex.split(command) == ["python", "main_training.py", *arguments]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, 0.999])
@@ -521,6 +567,25 @@ def test_sample_prompts(n_prompts, prompt_len, n_data):
         assert (starts.diff() - (n_data - prompt_len - 1) / (n_prompts - 1)).abs().max() <= 1
 
 
+@pytest.mark.parametrize("n_data", [2**25 + 264, 2**33 + 5])
+def test_sample_prompts_of_a_text_longer_than_floating_point_numbers_count(n_data):
+    """The places alone, on data that hold no memory: floats of 32 bits step by 2 and more there."""
+    asked = []
+
+    class Data:
+        def __len__(self):
+            return n_data
+
+        def __getitem__(self, place):
+            asked.append(place)
+            return torch.zeros(place.stop - place.start)
+
+    utils.sample_prompts(Data(), 5, 256)
+    last = n_data - 257
+    assert [place.start for place in asked] == [0, last // 4, last // 2, 3 * last // 4, last]
+    assert all(place.stop - place.start == 256 for place in asked)
+
+
 def test_sample_prompts_of_a_short_text():
     with pytest.raises(ValueError, match="too short"):
         utils.sample_prompts(torch.arange(8), 2, 8)
@@ -562,7 +627,11 @@ def test_largest_difference():
     difference = utils.largest_difference
     nan = float("nan")
     a = torch.tensor([1.0, 2.0, nan])
-    assert difference(a, a.clone()) == 0
+    assert difference(a, a.clone()) == math.inf  # nothing equals NaN: two broken results do not agree
+    infinities = torch.tensor([math.inf, -math.inf, 1.0])
+    assert difference(infinities, infinities.clone()) == 0
+    assert difference(infinities, -infinities) == math.inf
+    assert difference(torch.tensor([1, 5]), torch.tensor([1, 2])) == 3
     assert difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, -1.0])) == 3
     assert difference(a, torch.tensor([1.0, 2.0, 3.0])) == math.inf
     assert difference(torch.tensor([1.0, 2.0, 3.0]), a) == math.inf
@@ -605,7 +674,25 @@ def test_first_difference_at_a_tie():
     assert utils.first_difference(other, reference, logits) == 0
 
 
-@given(st.integers(1, 16), st.integers(1, 16))
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_first_wrong_choice(model_class):
+    """Against the model's own greedy text; a row is judged from its start on, behind its own tokens."""
+    model, output = tiny_model(model_class), random_tokens(3, 4)
+    for _ in range(6):
+        logits = tiny_model(GPTlite)(output)[:, -1]
+        output = torch.cat([output, logits.argmax(dim=-1, keepdim=True)], dim=1)  # [3, 10]
+    starts = torch.zeros(3, dtype=torch.int64)
+    assert utils.first_wrong_choice(model, output, starts, 4, 0.0) is None
+    worst = tiny_model(GPTlite)(output[:, :8])[1, -1].argmin()
+    output[1, 8] = worst  # its fifth generated token
+    assert utils.first_wrong_choice(model, output[[0, 2]], starts[:2], 4, 0.0) is None
+    assert utils.first_wrong_choice(model, output, starts, 4, 1e-3) == 4
+    assert utils.first_wrong_choice(model, output, starts + 4, 4, 1e-3) == 4
+    assert utils.first_wrong_choice(model, output[:, :9], starts + 5, 4, 1e-3) is None
+    assert utils.first_wrong_choice(lambda x: tiny_model(GPTlite)(x) * math.nan, output, starts, 4, 9.0) == 0
+
+
+@given(st.integers(1, 16), st.integers(0, 16))
 def test_cached_logits(n_tokens, prompt_len):
     tokens, model = random_tokens(2, n_tokens), tiny_model(GPTlite_KVCache)
     prompt_len = min(prompt_len, n_tokens)
@@ -613,7 +700,7 @@ def test_cached_logits(n_tokens, prompt_len):
         logits, cache = utils.cached_logits(model, tokens, prompt_len)
     assert_close(logits, tiny_model(GPTlite)(tokens))
     assert cache[0][0].shape[-2] == n_tokens
-    assert clock.n_steps == 1 + n_tokens - prompt_len and clock.forward_tokens == 2 * n_tokens
+    assert clock.n_steps == 1 + n_tokens - max(prompt_len, 1) and clock.forward_tokens == 2 * n_tokens
 
 
 # Training
