@@ -128,6 +128,16 @@ class Linear_AllCores(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
+def use_all_cores(model):
+    """Turns every nn.Linear of a model into a Linear_AllCores, in place: same parameters, same names."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear_AllCores
+            n_out, n_threads = module.out_features, torch.get_num_threads()
+            module.n_parts = max(n for n in range(1, n_threads + 1) if n_out % n == 0)
+    return model
+
+
 class GPTlite_KVCache(GPTlite):
     """GPTlite with a cache; the weights are GPTlite's, unchanged."""
 
@@ -135,11 +145,7 @@ class GPTlite_KVCache(GPTlite):
 
     def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
         super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
-        for module in self.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = Linear_AllCores  # the same parameters under the same names
-                n_out, n_threads = module.out_features, torch.get_num_threads()
-                module.n_parts = max(n for n in range(1, n_threads + 1) if n_out % n == 0)
+        use_all_cores(self)
 
     def forward(self, x, kv_cache=None, max_seqlen=None):
         """New tokens [B, Sq] and the caches of the earlier ones -> (logits [B, Sq, V], caches).

@@ -207,12 +207,16 @@ def test_sparsegpt_with_independent_inputs_is_magnitude_within_blocks(by):
     assert torch.equal(fours, prune_magnitude(W, None, "2:4"))
 
 
-@given(seed=seeds, share=st.sampled_from([0.3, 0.5, 0.7]), by=groups)
-def test_sparsegpt_updates_lower_the_error(seed, share, by):
-    W, X = random_layer(6, 16, 80, seed)
-    pruned, H = prune_sparsegpt(W, input_products(X), share, by), input_products(X)
-    masked = W.masked_fill(pruned == 0, 0.0)
-    assert relative_error(W, pruned, H) < relative_error(W, masked, H)
+@pytest.mark.parametrize("by", ["row", "layer"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_sparsegpt_updates_lower_the_error(share, by):
+    updated = zeroed = 0.0  # over many layers: an update looks ahead only, so a single one can lose
+    for seed in range(30):
+        W, X = random_layer(6, 16, 80, seed)
+        pruned, H = prune_sparsegpt(W, input_products(X), share, by), input_products(X)
+        updated += relative_error(W, pruned, H)
+        zeroed += relative_error(W, W.masked_fill(pruned == 0, 0.0), H)
+    assert updated < 0.95 * zeroed
 
 
 # ---- Limits ----
