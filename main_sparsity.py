@@ -35,8 +35,8 @@ def removed(scores, sparsity, by, n_before=0):
         raise ValueError(f"sparsity is a share from 0 to 1 or '2:4', not {sparsity}")
     else:
         groups = scores if by == "row" else scores.reshape(1, -1)  # [R, N]
-        a_column = sparsity * len(scores) / len(groups)
-        count = round(a_column * (n_before + scores.shape[1])) - round(a_column * n_before)
+        size = len(scores) // len(groups)  # weights of a group in each column
+        count = round(sparsity * (size * (n_before + scores.shape[1]))) - round(sparsity * (size * n_before))
     lowest = groups.topk(count, dim=1, largest=False, sorted=False).indices  # [R, count]
     return (
         torch.zeros_like(groups, dtype=torch.bool).scatter_(1, lowest, True).view(scores.shape)
