@@ -77,7 +77,7 @@ def test_share_of_the_whole_matrix_is_exact(share, by, method, columns):
     if by == "row":
         assert (zero.sum(dim=1) == round(share * columns)).all()
     else:
-        assert zero.sum() == round(share * 5 * columns)
+        assert zero.sum() == round(share * (5 * columns))
 
 
 def test_wanda_counts_per_row_where_scores_tie():
