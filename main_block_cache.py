@@ -21,8 +21,8 @@ import torch
 
 import inference_utils as utils
 from gptlite_paged import BlockPool, Sequence
+from inference_utils import served_as_alone
 from main_paged_attention import PagedScheduler
-from main_static_batching import served_as_alone
 
 
 def block_keys(ids, block_size, root=b""):
@@ -189,7 +189,7 @@ def working_set(sequences, block_size):
 
 
 def each_as_alone(model, sequences, margin=0.0):
-    """served_as_alone (main_static_batching.py) for sequences. model: GPTlite, without any cache."""
+    """served_as_alone for sequences. model: GPTlite, without any cache."""
     device = model.fc_out.weight.device
     texts = [torch.tensor(sequence.ids, device=device) for sequence in sequences]
     requests = [(t[: s.n_prompt], len(t) - s.n_prompt) for t, s in zip(texts, sequences, strict=True)]

@@ -15,7 +15,7 @@ admitted; admission and preemption are those of main_paged_attention.py.
 from collections import deque
 from itertools import accumulate, pairwise
 
-from gptlite_paged import Sequence, choose_tokens
+from gptlite_paged import Sequence
 from main_paged_attention import PagedScheduler
 from main_static_batching import refusals
 
@@ -83,24 +83,8 @@ class PolicyScheduler(PagedScheduler):
         super().__init__(model, pool, **how)
         self.policy = policy
 
-    def step(self):
-        """One forward over what the policy chooses; returns the sequences that are finished and leave."""
-        n_before = self.n_preempted
-        for sequence in list(self.running):  # the oldest first; a prompt has its blocks since its admission
-            while sequence in self.running and self.pool.n_missing(sequence, 1) > len(self.pool.free):
-                self.preempt()
-            if sequence in self.running:
-                self.pool.grow(sequence, 1)
-        if self.n_preempted == n_before:  # else what was just made free would be taken at once
-            self.admit()
-        complete, logits = self.model.step(self.pool, self.policy(self.running))
-        for sequence, token in zip(complete, choose_tokens(logits, complete, self.temperature), strict=True):
-            sequence.ids.append(token)  # a prompt of which tokens are left is not complete
-        done = [sequence for sequence in self.running if sequence.finished]
-        for sequence in done:
-            self.running.remove(sequence)
-            self.pool.drop(sequence)
-        return done
+    def choose_work(self):
+        return self.policy(self.running)
 
 
 def serve_arrivals(scheduler, requests, arrivals):
@@ -149,7 +133,6 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
     from gptlite_paged import BlockPool, GPTlite_Paged
-    from main_static_batching import served_as_alone
 
     parser = rep.options(__doc__, repeats=5)
     parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="sequences that generate")
@@ -228,7 +211,7 @@ if __name__ == "__main__":
         for name, policy in policies.items():
             # of each step the median over the repeats: they all have the same schedule, not the same noise
             (outputs, received, n_computed), times = results[name].output, results[name].steps_ms
-            same = served_as_alone(model, outputs, requests, margin)
+            same = utils.served_as_alone(model, outputs, requests, margin)
             report.check(f"{name}: each request gets the tokens it gets alone", same)
             waits = gaps(received[:B], times, first, len(times))
             ttft = [sum(times[a : steps[0] + 1]) for a, steps in zip(arrivals, received, strict=True)][B:]

@@ -92,8 +92,12 @@ class PagedScheduler:
                 swap_in(self.pool, sequence, self.swapped.pop(sequence))
             self.pool.grow(sequence, self.n_tokens(sequence))
 
+    def choose_work(self):
+        """What a step computes, [(sequence, n tokens), ...]: all that is pending."""
+        return [(sequence, sequence.pending) for sequence in self.running]
+
     def step(self):
-        """One forward, one token for every running sequence; returns those that are finished and leave."""
+        """One forward over the chosen work; returns the sequences that are finished and leave."""
         n_before = self.n_preempted
         for sequence in list(self.running):  # the oldest first: it always gets on, so all are finished once
             while sequence in self.running and self.pool.n_missing(sequence, 1) > len(self.pool.free):
@@ -102,8 +106,7 @@ class PagedScheduler:
                 self.pool.grow(sequence, 1)
         if self.n_preempted == n_before:  # else what was just made free would be taken at once
             self.admit()
-        work = [(sequence, sequence.pending) for sequence in self.running]
-        complete, logits = self.model.step(self.pool, work)
+        complete, logits = self.model.step(self.pool, self.choose_work())
         for sequence, token in zip(complete, choose_tokens(logits, complete, self.temperature), strict=True):
             sequence.ids.append(token)
         done = [sequence for sequence in self.running if sequence.finished]

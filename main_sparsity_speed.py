@@ -145,7 +145,7 @@ if __name__ == "__main__":
             try:
                 model = replace_linears(copy.deepcopy(model), make)
                 model(prompt)
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:  # also where torch has no kernel for it
                 reasons[name] = " ".join(str(error).split())[:160]
                 return None
             return model
@@ -167,7 +167,7 @@ if __name__ == "__main__":
             try:
                 sparse = [CSRLinear(layer) for layer in linears]
                 pairs = [(layer(x), other(x)) for layer, other in zip(linears, sparse, strict=True)]
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:  # also where torch has no kernel for it
                 reasons["CSR"] = " ".join(str(error).split())[:160]
                 break
             largest = max(largest, *(utils.largest_difference(*pair) for pair in pairs))

@@ -14,8 +14,6 @@ waste). main_continuous_batching.py refills a slot as soon as it is free, and ad
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from inference_utils import served_as_alone
-
 
 def make_requests(data, n_requests, seqlen, generator=None):
     """Draws requests that fit seqlen tokens: prompts cut from data, answers of very different lengths.
@@ -185,7 +183,7 @@ if __name__ == "__main__":
         for b, method in methods.items():
             measured, shapes = results[method.name], shapes_of[b]
             outputs, n_steps = measured.output
-            same = served_as_alone(model, outputs, requests, max(1e-3, 2 * tolerance))
+            same = utils.served_as_alone(model, outputs, requests, max(1e-3, 2 * tolerance))
             report.check(f"{method.name}: each request gets the tokens it gets alone", same)
             work = sum(map(math.prod, shapes))
             counted = (n_steps, measured.forward_tokens) == (len(shapes), work)

@@ -101,6 +101,27 @@ def assert_close(actual, expected, dtype_tolerance=None):
         )
 
 
+class RecordingModel:
+    """Stands in for GPTlite_Paged: records (request, done, n) of every step and counts upwards.
+
+    Args: paged: GPTlite_Paged, for the shapes of the pool; think: True asks it instead of counting.
+    """
+
+    def __init__(self, paged, think=False):
+        self.paged, self.think = paged, think
+        self.blocks, self.seqlen, self.calls = paged.blocks, 16, []
+
+    def step(self, pool, work):
+        self.calls.append([(sequence.request, sequence.done, n) for sequence, n in work])
+        if self.think:
+            return self.paged.step(pool, work)
+        for sequence, n in work:
+            sequence.done += n
+        complete = [sequence for sequence, _ in work if sequence.pending == 0]
+        chosen = torch.tensor([(sequence.ids[-1] + 1) % 16 for sequence in complete], dtype=torch.int64)
+        return complete, torch.nn.functional.one_hot(chosen, 16).double()
+
+
 def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
     """Runs ROOT/script with this Python: run_script("main_x.py", "--quick", "--json", "-").
 

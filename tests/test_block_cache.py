@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import assert_close, random_tokens, run_script, tiny_model
+from helpers import RecordingModel, assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -235,24 +234,9 @@ def test_blocks_in_use_are_never_handed_out():
     assert [s.ids for s in sequences] == [alone(s.ids[: s.n_prompt], s.end - s.n_prompt) for s in sequences]
 
 
-class FakeModel:
-    """Counts upwards instead of thinking, and records what it was asked."""
-
-    def __init__(self):
-        self.blocks, self.seqlen, self.calls = PAGED.blocks, 16, []
-
-    def step(self, pool, work):
-        self.calls.append([(sequence.request, sequence.done, n) for sequence, n in work])
-        for sequence, n in work:
-            sequence.done += n
-        complete = [sequence for sequence, _ in work]
-        chosen = torch.tensor([(sequence.ids[-1] + 1) % 16 for sequence in complete])
-        return complete, F.one_hot(chosen, 16).double()
-
-
 def test_schedule_by_a_fake_model():
     """Hits in the free list are not free for anything else: with 3 blocks the second has to wait."""
-    model = FakeModel()
+    model = RecordingModel(PAGED)
     scheduler = BlockCacheScheduler(model, BlockCache(model, 3, 2))
     run(scheduler, [([1, 2, 3], 1)])
     sequences = run(scheduler, [([1, 2, 3, 9], 2), ([7, 7, 7, 7], 2)])

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import random_tokens, run_script
+from helpers import RecordingModel, random_tokens, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gptlite_paged import MODEL, PAGED, alone, assert_clean, poisoned_pool
@@ -35,23 +34,13 @@ def chunks_of(budget):
 POLICIES = st.one_of(st.sampled_from(list(WHOLE.values())), st.integers(1, 24).map(chunks_of))
 
 
-class Recorded:
-    """A model that records (request, done, n) of every step; without a model, it counts upwards instead."""
-
-    def __init__(self, model=None):
-        self.model, self.blocks, self.seqlen, self.calls = model, PAGED.blocks, 16, []
+class Recorded(RecordingModel):
+    """Also checks at every step that the work has its blocks and that the pool's books are right."""
 
     def step(self, pool, work):
-        self.calls.append([(sequence.request, sequence.done, n) for sequence, n in work])
         assert all(pool.n_missing(sequence, n) == 0 for sequence, n in work)
         assert sum(ref > 0 for ref in pool.ref) + len(pool.free) == pool.n_blocks
-        if self.model is not None:
-            return self.model.step(pool, work)
-        for sequence, n in work:
-            sequence.done += n
-        complete = [sequence for sequence, _ in work if sequence.pending == 0]
-        chosen = torch.tensor([(sequence.ids[-1] + 1) % 16 for sequence in complete], dtype=torch.int64)
-        return complete, F.one_hot(chosen, 16).double()
+        return super().step(pool, work)
 
 
 def drawn_requests(draw, n_requests, longest=16):
@@ -65,7 +54,7 @@ def test_every_request_gets_what_it_gets_alone(seed, block_size, policy, tempera
     """Random arrivals, budgets from 1 up, pools down to the smallest that can run, with preemption."""
     draw = random.Random(seed)
     smallest = -(-16 // block_size)
-    pool, model = poisoned_pool(draw.randint(smallest, 2 * smallest), block_size), Recorded(PAGED)
+    pool, model = poisoned_pool(draw.randint(smallest, 2 * smallest), block_size), Recorded(PAGED, think=True)
     how = {"swap": draw.random() < 0.5, "max_running": draw.randint(1, 6), "temperature": temperature}
     scheduler = PolicyScheduler(model, pool, policy, **how)
     requests, arrivals = drawn_requests(draw, 6), [draw.randint(0, 20) for _ in range(6)]
@@ -126,7 +115,7 @@ SCHEDULES = {  # by hand: A and B of 1 token and 4 new ones, C of 5 and 2, which
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_by_a_fake_model(name):
-    model = Recorded()
+    model = Recorded(PAGED)
     pool = BlockPool(model, 20, 2)
     policy = WHOLE[name] if name in WHOLE else chunks_of(name)
     requests = [(torch.tensor([1]), 4), (torch.tensor([2]), 4), (torch.tensor([1, 2, 3, 4, 5]), 2)]
@@ -143,7 +132,7 @@ def test_schedule_by_a_fake_model(name):
 
 def test_prompts_share_a_step():
     """The rest of a budget goes to the next prompt; two prompts may end in one step."""
-    model = Recorded()
+    model = Recorded(PAGED)
     requests = [(torch.tensor([1] * 5), 1), (torch.tensor([2] * 3), 1), (torch.tensor([3] * 9), 1)]
     scheduler = PolicyScheduler(model, BlockPool(model, 20, 2), chunks_of(10))
     _, received = serve_arrivals(scheduler, requests, [0, 0, 0])
@@ -155,7 +144,7 @@ def test_prompts_share_a_step():
 @pytest.mark.parametrize("policy", [*WHOLE.values(), *map(chunks_of, (1, 2, 3, 5, 64))])
 def test_preempted_twice(policy, swap):
     """CB-2: a pool for 1.5 of two requests; what is computed again is prompt and answer, in pieces too."""
-    pool, model = poisoned_pool(6, 4), Recorded(PAGED)
+    pool, model = poisoned_pool(6, 4), Recorded(PAGED, think=True)
     scheduler = PolicyScheduler(model, pool, policy, swap=swap)
     prompts = random_tokens(2, 6).tolist()
     sequences = [Sequence(i, list(prompt), 16) for i, prompt in enumerate(prompts)]
@@ -202,7 +191,7 @@ def test_blocks_follow_the_tokens(length, budget):
 
 
 def test_an_idle_server_takes_the_next_request_at_once():
-    model = Recorded()
+    model = Recorded(PAGED)
     scheduler = PolicyScheduler(model, BlockPool(model, 8, 4), chunks_of(4))
     prompt = torch.tensor([1, 2])
     _, received = serve_arrivals(scheduler, [(prompt, 1), (prompt, 2), (prompt, 0)], [50, 0, 3])

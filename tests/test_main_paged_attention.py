@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import random_tokens, run_script
+from helpers import RecordingModel, random_tokens, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gptlite_paged import PAGED, alone, assert_clean, poisoned_pool
@@ -70,24 +69,9 @@ def test_preempted_twice(swap):
     assert_clean(pool)
 
 
-class FakeModel:
-    """Counts upwards instead of thinking, and records what it was asked."""
-
-    def __init__(self):
-        self.blocks, self.seqlen, self.calls = PAGED.blocks, 16, []
-
-    def step(self, pool, work):
-        self.calls.append([(sequence.request, sequence.done, n) for sequence, n in work])
-        for sequence, n in work:
-            sequence.done += n
-        complete = [sequence for sequence, _ in work]
-        chosen = torch.tensor([(sequence.ids[-1] + 1) % 16 for sequence in complete])
-        return complete, F.one_hot(chosen, 16).double()
-
-
 def test_schedule_of_preemption_by_a_fake_model():
     """The newest makes room, is first in the queue, is computed again with what it had generated."""
-    model = FakeModel()
+    model = RecordingModel(PAGED)
     pool = BlockPool(model, 4, 2)
     requests = [(torch.tensor([first, first]), 4) for first in (0, 4, 8)]
     outputs = serve(PagedScheduler(model, pool, watermark=0.0), requests)

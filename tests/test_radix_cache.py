@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from helpers import assert_close, random_tokens, run_script
+from helpers import RecordingModel, assert_close, random_tokens, run_script
 from hypothesis import given
 from hypothesis import strategies as st
-from test_block_cache import PAGED, FakeModel, alone, assert_clean, run, tree_of_texts
+from test_block_cache import PAGED, alone, assert_clean, run, tree_of_texts
 
 from gptlite_paged import Sequence
 from main_block_cache import serve_chats
@@ -215,14 +215,14 @@ def test_longest_prefix_first_and_no_starvation():
     requests = [([*text, i], 1) for i in range(3, 6) for text in (a, b)]  # a b a b a b
     found, orders = {}, {}
     for longest_first in (False, True):
-        model = FakeModel()
+        model = RecordingModel(PAGED)
         scheduler = RadixScheduler(model, RadixCache(model, 13), longest_first, max_running=1)
         run(scheduler, requests)
         found[longest_first] = sum(n for _, _, n in scheduler.found)
         orders[longest_first] = [request for request, _, _ in scheduler.found]
     assert orders == {False: [0, 1, 2, 3, 4, 5], True: [0, 2, 4, 1, 3, 5]}
     assert found[True] == 4 * 8 > found[False]
-    model = FakeModel()
+    model = RecordingModel(PAGED)
     scheduler = RadixScheduler(model, RadixCache(model, 13), oldest_every=2, max_running=1)
     run(scheduler, requests)
     assert [request for request, _, _ in scheduler.found][:2] == [0, 1]  # the second turn is the oldest's
