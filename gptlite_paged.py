@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from gptlite import Block, GPTlite, MultiHeadAttention
+from gptlite_kvcache import use_all_cores
 
 
 @dataclass(eq=False)  # two requests with equal tokens are still two sequences
@@ -166,6 +167,10 @@ class GPTlite_Paged(GPTlite):
     """GPTlite over a BlockPool; the weights are GPTlite's. For inference only (no dropout)."""
 
     block_class = Block_Paged
+
+    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
+        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
+        use_all_cores(self)  # the decode step reads the weights with all cores
 
     def forward(self, tokens, step, kv):
         """Token ids [N] and the pool's kv [L, blocks, block_size, 2, H, D], written -> logits [B, V]."""

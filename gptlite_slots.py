@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gptlite import Block, GPTlite, MultiHeadAttention
+from gptlite_kvcache import use_all_cores
 
 # What a forward must know about its N tokens, which belong to B sequences: first one token of each running
 # sequence, then the prompts of the newcomers. positions, slots [N]: place of each token in its text and in
@@ -62,6 +63,10 @@ class GPTlite_Slots(GPTlite):
     """GPTlite on the tokens of several sequences; the weights are GPTlite's. For inference only."""
 
     block_class = Block_Slots
+
+    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
+        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
+        use_all_cores(self)  # the decode step reads the weights with all cores
 
     def forward(self, tokens, step, k, v):
         """Token ids [N] and the cache k, v [L, slots, H, W, D], written in place -> logits [B, V]."""

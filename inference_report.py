@@ -84,24 +84,29 @@ def options(
     checkpoint_help="trained weights",
     plot=True,
     dtype=True,
+    data=True,
+    weights=True,
 ):
     """An argument parser with the options that every script has.
 
     Args: doc: the script's docstring, which becomes its help page; repeats, checkpoint: defaults;
         plot=False leaves out --plot in a script without a figure, dtype=False leaves out --dtype in one
         that does not change the type of the weights, repeats=None leaves out --repeats in one that times
-        nothing twice: such an option is refused then, and args has it all the same (None, float32, 1).
+        nothing twice, data=False leaves out --data in one that reads no text, weights=False --checkpoint in
+        one without trained weights: such an option is refused then, and args has its default all the same.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.set_defaults(dtype="float32", plot=None, repeats=1)
+    parser.set_defaults(dtype="float32", plot=None, repeats=1, data=None, checkpoint=checkpoint)
     add = parser.add_argument_group("options of every script").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where to run")
     if dtype:
         types = ["float32", "bfloat16", "float16"]
         add("--dtype", choices=types, default="float32", help="type of the weights")
     add("--seed", type=count, default=42, help="seed of everything that is drawn")
-    add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
-    add("--data", metavar="FILE", type=Path, help="own text instead of the plays, same characters")
+    if weights:
+        add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
+    if data:
+        add("--data", metavar="FILE", type=Path, help="own text instead of the plays, same characters")
     add("--json", metavar="FILE", help="write the report as JSON; - for the last line of the output")
     if plot:
         add("--plot", metavar="FILE.png", type=Path, help="write the figure")

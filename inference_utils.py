@@ -1,8 +1,8 @@
-"""What the scripts share about models and measuring: loading, timing, memory, evaluation, training.
+"""What the scripts share about models and measuring: loading, timing, memory, evaluation.
 
 Nothing here belongs to a technique. Times are taken by a hook in front of the model's forward, so the
 code of a technique holds no clock; memory is counted at the allocator, in a run of its own.
-The options, the report and the cost model are in inference_report.py.
+The options, the report and the cost model are in inference_report.py, training in inference_training.py.
 """
 
 import contextlib
@@ -23,9 +23,8 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
-from data.shakespeare import check_length, get_batch  # noqa: E402
+from data.shakespeare import check_length  # noqa: E402
 from gptlite import (  # noqa: E402
     get_gptlite_distilled_model_parameters,
     get_gptlite_model_parameters,
@@ -490,93 +489,3 @@ def served_as_alone(model, outputs, requests, margin=0.0):
             if not (logits.amax(dim=-1) - chosen <= margin).all():  # so written, a NaN is no success
                 return False
     return True
-
-
-# ---- Training ----
-
-
-def learning_rate(progress, peak_lr, warmup=0.02, floor=0.0):
-    """Linear warm-up to peak_lr, then a cosine to floor * peak_lr. progress: share done, 0 to 1."""
-    if progress < warmup:
-        return peak_lr * progress / warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
-    return peak_lr * (floor + (1 - floor) * cosine)
-
-
-def make_optimizer(model, lr, weight_decay=0.1):
-    """AdamW with weight decay on matrices only: biases, norms and embeddings may grow as they like."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embedding" in name]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
-
-
-def optimizer_step(model, optimizer, loss, lr):
-    """Backward, gradients clipped at norm 1, update with this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def has_bfloat16(device):
-    """Whether this processor or GPU multiplies matrices in bfloat16 faster than in float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return device.type == "cpu" and torch.backends.mkldnn.is_available() and _mkldnn_has_bfloat16()
-
-
-def _mkldnn_has_bfloat16():
-    try:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError):  # a build of torch without this question
-        return False
-
-
-def autocast(device):
-    """Context in which matrix products run in bfloat16 where has_bfloat16(device), else nothing changes."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device))
-
-
-def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="training"):
-    """Trains the model on next-token prediction for a few steps, as up-training does after a change.
-
-    Args: data: token ids [N]; lr: peak learning rate, warm-up over 20 steps, cosine to a tenth;
-        batch_size, seqlen: windows per step and their length. The batches follow from the seed alone.
-    Returns: the loss of every step in nats per token. The model is back in evaluation mode.
-    """
-    model_device = next(model.parameters()).device
-    optimizer = make_optimizer(model, lr)
-    generator = torch.Generator().manual_seed(seed)
-    model.train()
-    losses = []
-    for step in (bar := tqdm(range(n_steps), desc=label, leave=False, disable=None)):
-        x, y = (t.to(model_device) for t in get_batch(data, batch_size, seqlen, generator))  # [B, T]
-        with autocast(model_device):
-            logits = model(x)  # [B, T, V]
-            logits = logits[0] if isinstance(logits, tuple) else logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-        progress = (step + 1) / n_steps
-        optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / n_steps, 0.5), 0.1))
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-    model.eval()
-    return losses
-
-
-def uptrained_losses(model, train_data, valid_data, n_windows, n_steps, *how):
-    """Validation loss of a model as it is and after train_steps(model, train_data, n_steps, *how).
-
-    Returns: {"valid_loss", "uptrained_loss"} in nats per token over n_windows windows, the second only if
-        there are steps. The model is changed.
-    """
-    losses = {"valid_loss": validation_loss(model, valid_data, n_windows)}
-    if n_steps:
-        train_steps(model, train_data, n_steps, *how)
-        losses["uptrained_loss"] = validation_loss(model, valid_data, n_windows)
-    return losses

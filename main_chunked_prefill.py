@@ -147,8 +147,8 @@ if __name__ == "__main__":
             raise ValueError(
                 f"--n-tokens {n_tokens} must be 10 to {W}, --prompt-len {T} 16 to {W + 1 - n_new}"
             )
-        if args.max_gap is not None and not args.max_gap > 0:
-            raise ValueError(f"--max-gap {args.max_gap:g} ms must be above 0")
+        if args.max_gap is not None and not 0 < args.max_gap < float("inf"):
+            raise ValueError(f"--max-gap {args.max_gap:g} ms must be a number above 0")
         args.repeats = min(args.repeats, 2) if quick else args.repeats
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
         model, paged = (

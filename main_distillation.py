@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from data.shakespeare import get_batch
-from inference_utils import autocast, learning_rate, make_optimizer, optimizer_step
+from inference_training import autocast, learning_rate, make_optimizer, optimizer_step
 
 LR = 3e-3  # peak learning rate of AdamW: a narrow model wants more than GPTlite's
 N_STORED = 24_576  # windows with stored labels at most: 1.5 times the plays, 1.2 GB; epochs reuse them
@@ -102,23 +102,21 @@ if __name__ == "__main__":
     import copy
     import hashlib
     import json
-    import math
-    import shlex
-    import signal
     import statistics
     import sys
     import tempfile
-    import time
     from pathlib import Path
 
     import inference_report as rep
     import inference_utils as utils
-    from data.shakespeare import TEXT_SHA256, VALIDATION_PLAYS, VOCABULARY, get_shakespeare_data
+    from data.shakespeare import get_shakespeare_data
+    from distillation_run import make_students, train_students
     from gptlite import GPTlite, get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_KVCache
-    from main_distillation_store import rows_of, store_soft_labels, student_step, windows_of_step
+    from inference_training import command_line, load_state, write_card, write_weights
+    from main_distillation_store import store_soft_labels
     from main_kvcache import generate_kvcache
-    from main_training import MultiHeadAttention_Training, model_for_training
+    from main_training import MultiHeadAttention_Training
 
     parser = rep.options(__doc__, repeats=3, checkpoint_help="weights of the teacher")
     parser.add_argument("--steps", type=rep.positive_int, default=400, help="training steps of each student")
@@ -135,167 +133,88 @@ if __name__ == "__main__":
             folder = tempfile.TemporaryDirectory()
             p, n_valid, n_tokens = p._replace(batch_size=4, seqlen=64), 8, 8
             args.steps, args.output = 12, Path(folder.name) / "quick.pth"
-        B, T = p.batch_size, p.seqlen
-        if not 0 < args.temperature < math.inf or not 0 <= args.alpha <= 1:
+        B, T, state_path = p.batch_size, p.seqlen, args.output.with_suffix(".state")
+        V, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
+        if not 0 < args.temperature < float("inf") or not 0 <= args.alpha <= 1:
             raise ValueError("--temperature must be above 0, --alpha from 0 to 1")
-        rep.check_writable(args.output, (".pth",))
-        state_path, json_path = args.output.with_suffix(".state"), args.output.with_suffix(".json")
-        vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
-        if args.top_k and args.loss == "mse" and args.top_k < vocab_size:
+        if args.top_k and args.loss == "mse" and args.top_k < V:
             raise ValueError("--loss mse compares all logits, and --top-k stores only some of them")
+        rep.check_writable(args.output, (".pth",))
         n_windows = min(args.steps * B, N_STORED)
         windows = utils.sample_prompts(train_data, n_windows, T + 1)  # [N, T+1]
-        valid_windows = utils.sample_prompts(valid_data, n_valid, T + 1)[:, :-1].to(dev)  # [N, T]
-        teacher = utils.load_model(GPTlite, vocab_size, args.checkpoint).to(dev)
-        teacher_state = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+        teacher = utils.load_model(GPTlite, V, args.checkpoint).to(dev)
+        untouched = copy.deepcopy(teacher.state_dict())
         for block in teacher.blocks:
             block.mha.__class__ = MultiHeadAttention_Training  # the same attention, tiled
         weight_of_text = {"hard labels": 1.0, "soft labels": 0.0}
         if args.alpha:
             weight_of_text["mixed"] = args.alpha
-        students, optimizers, curves = {}, {}, {}
-        for name in weight_of_text:
-            torch.manual_seed(args.seed)  # the same initial weights
-            students[name] = model_for_training(vocab_size, p).to(dev)
-            optimizers[name] = utils.make_optimizer(students[name], LR)
-            curves[name] = []  # [step, training loss, validation loss]
+        students = make_students(weight_of_text, V, p, args.seed, dev)
         settings = {"steps": args.steps, "temperature": args.temperature, "alpha": args.alpha}
         settings |= {"loss": args.loss, "top_k": args.top_k, "n_windows": n_windows, "seed": args.seed}
         settings |= {"n_train": len(train_data)} | p._asdict() | {"lr": LR}
         settings["teacher_sha256"] = hashlib.sha256(args.checkpoint.read_bytes()).hexdigest()
-        words = [word for word in sys.argv[1:] if word != "--resume"]
-        command = shlex.join(["python", "main_distillation.py", *words])
-        step, times = 0, []  # times: seconds of every step, all students
+        state = stored = None  # the store follows from the teacher and the text: not part of the state
         if args.resume:
-            if not state_path.is_file():
-                raise FileNotFoundError(f"nothing to resume: there is no {state_path}")
-            state = utils.load_file(state_path)
-            for key, wanted in settings.items():
-                if (found := state["settings"].get(key)) != wanted:
-                    raise ValueError(f"{state_path} is of a run with {key} {found}, not {wanted}")
-            for name in students:
-                students[name].load_state_dict(state["students"][name])
-                optimizers[name].load_state_dict(state["optimizers"][name])
-            step, times, curves = state["step"], state["times"], state["curves"]
-
-        def save_state():
-            state = {"settings": settings, "step": step, "times": times, "curves": curves}
-            state["students"] = {name: model.state_dict() for name, model in students.items()}
-            state["optimizers"] = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-            utils.write_atomically(state_path, lambda path: torch.save(state, path))
-
-        if step < args.steps:  # the store follows from the teacher and the text: not part of the state
+            types = {"students": dict, "optimizers": dict, "times": list, "curves": dict}
+            state = load_state(state_path, settings, **types)
+        if state is None or state["step"] < args.steps:
             with utils.Timer(dev) as timer:
                 stored = store_soft_labels(teacher, windows[:, :-1], args.temperature, args.top_k)
             if not sys.stderr.isatty():
                 speed = n_windows * T / timer.seconds
                 print(f"soft labels of {n_windows} windows: {speed:.0f} tokens/s", flush=True)
-        bar = tqdm(total=args.steps, initial=step, desc="students", disable=None)
-        last_save, losses = time.monotonic(), {name: [] for name in students}
         interval, n_curve = (4, 4) if args.quick else (min(200, max(args.steps // 8, 1)), CURVE_WINDOWS)
-        stop = []  # a run stops between steps, with all students equally far
-        before = {
-            number: signal.signal(number, lambda *_: stop.append(True))
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        while step < args.steps and not stop:
-            with utils.Timer(dev) as timer:
-                rows = windows_of_step(n_windows, B, args.seed, step)  # [B]
-                batch, labels = windows[rows].to(dev), rows_of(stored, rows, dev)  # [B, T+1]
-                lr = utils.learning_rate((step + 1) / args.steps, LR)
-                for name, student in students.items():
-                    how = (lr, args.temperature, weight_of_text[name], args.loss)
-                    losses[name].append(student_step(student, optimizers[name], batch, labels, *how))
-            step += 1
-            times.append(timer.seconds)
-            if step % interval == 0 or step == args.steps:
-                for name, student in students.items():
-                    valid = utils.validation_loss(student, valid_data, n_curve, T)
-                    mean = sum(losses[name]) / len(losses[name])
-                    curves[name].append([step, round(mean, 4), round(valid, 4)])
-                    losses[name] = []
-                known = ", ".join(f"{name} {curve[-1][2]:.4f}" for name, curve in curves.items())
-                bar.set_postfix_str(known)
-                if bar.disable:
-                    speed = B * T / statistics.median(times)
-                    print(f"step {step}: {known}; {sum(times):.0f} s, {speed:.0f} tokens/s", flush=True)
-            bar.update()
-            if time.monotonic() - last_save > 180:
-                try:
-                    save_state()
-                except OSError as error:  # the last good state stays; training need not stop for it
-                    bar.write(f"state not saved: {error}", file=sys.stderr)
-                last_save = time.monotonic()
-        bar.close()
-        save_state()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if stop:
-            print(f"\nstopped at step {step}; '{command} --resume' goes on")
+        evaluate = lambda student: utils.validation_loss(student, valid_data, n_curve, T)  # noqa: E731
+        how = (settings, evaluate, interval, state_path, state)
+        state, stopped = train_students(students, weight_of_text, windows, stored, *how)
+        step, times, curves = state["step"], state["times"], state["curves"]
+        if stopped:
+            print(f"\nstopped at step {step}; '{command_line()} --resume' goes on")
             sys.exit(130)
 
         # What was trained, as others will load it: in 16 bits, then with a KV cache
         states = {"teacher": utils.load_checkpoint(args.checkpoint)}
         for name, student in students.items():
             states[name] = {key: tensor.cpu().half() for key, tensor in student.state_dict().items()}
-        utils.write_atomically(args.output, lambda path: torch.save(states["soft labels"], path))
+        write_weights(args.output, students["soft labels"])
         shipped = utils.GPTLITE_DISTILLED_CKPT_PATH
         if shipped.is_file() and shipped.resolve() != args.output.resolve():
             states["shipped student"] = utils.load_checkpoint(shipped)
-        columns = {
-            "weights_mb": ("MB", "{:.1f}"),
-            "kl_to_teacher": ("KL to teacher", "{:.4f}"),
-            "same_best_token": ("same best", "{:.1%}"),
-        }
+        columns = {"weights_mb": ("MB", "{:.1f}"), "kl_to_teacher": ("KL to teacher", "{:.4f}")}
+        columns |= {"same_best_token": ("same best", "{:.1%}")}
         sizes = {"batch_size": 1, "prompt_len": 32, "n_tokens": n_tokens, "steps": args.steps}
         report = rep.Report(args, "distillation", teacher, columns, **sizes)
         prompt = utils.sample_prompts(valid_data, 1, 32).to(dev)  # [1, 32]
-        methods = []
+        methods, row_of = [], {}
         for name, weights in states.items():
-            size = {} if name in ("teacher", "shipped student") else {"seqlen": T}
-            model = utils.make_model(GPTlite_KVCache, vocab_size, name != "teacher", **size)
+            size = {"seqlen": T} if name in students else {}
+            model = utils.make_model(GPTlite_KVCache, V, name != "teacher", **size)
             utils.load_weights(model, weights, name).to(dev, args.dtype)
             run = lambda model=model: generate_kvcache(model, prompt, n_tokens, T)  # noqa: E731
             methods.append(utils.Method(name, run, [model]))
         measured = utils.measure(methods, n_tokens, args.repeats)
+        valid_windows = utils.sample_prompts(valid_data, n_valid, T + 1)[:, :-1].to(dev)  # [N, T]
         with torch.no_grad():
             targets = torch.cat([teacher(x) for x in valid_windows.split(16)])  # [N, T, V]
-        row_of = {}
         for name, run, (model,), _ in methods:
             kl, same = compare_with_teacher(model, valid_windows, targets)
-            row_of[name] = {
-                "valid_loss": utils.validation_loss(model, valid_data, n_valid, T),
-                "kl_to_teacher": kl,
-                "same_best_token": same,
-                "n_parameters": utils.n_parameters(model),
-                "weights_mb": utils.model_size_mb(model),
-                "peak_memory_mb": utils.peak_memory_mb(run, model, inputs=[prompt]),
-            }
-            report.row(name, measured[name], baseline=name == "teacher", **row_of[name])
-
-        size = {"vocab_size": vocab_size, "n_parameters": row_of["soft labels"]["n_parameters"]}
-        facts = {
-            "parameters": p._asdict() | size,
-            "vocabulary": VOCABULARY,
-            "text_sha256": None if args.data else TEXT_SHA256,
-            "validation": args.data.name if args.data else list(VALIDATION_PLAYS),
-            "validation_loss": round(row_of["soft labels"]["valid_loss"], 4),
-            "tokens_seen": step * B * T,
-            "settings": settings,
-            "training_minutes": round(step * statistics.median(times) / len(students) / 60, 1),
-            "device": rep.device_name(dev),
-            "command": command,
-            "weights_sha256": hashlib.sha256(args.output.read_bytes()).hexdigest(),
-            "compared": {
-                name: {key: round(row_of[name][key], 4) for key in ("valid_loss", *list(columns)[1:])}
-                for name in ("teacher", *students)
-            },
-            "loss_curve": {
-                "columns": ["step", "training", f"validation ({n_curve} windows)"],
-                "points": curves,
-            },
+            loss = utils.validation_loss(model, valid_data, n_valid, T)
+            row_of[name] = {"valid_loss": loss, "kl_to_teacher": kl, "same_best_token": same}
+            figures = {"n_parameters": utils.n_parameters(model), "weights_mb": utils.model_size_mb(model)}
+            figures |= {"peak_memory_mb": utils.peak_memory_mb(run, model, inputs=[prompt])} | row_of[name]
+            report.row(name, measured[name], baseline=name == "teacher", **figures)
+        hard, soft, large = (row_of[name] for name in ("hard labels", "soft labels", "teacher"))
+        compared = {
+            name: {key: round(figure, 4) for key, figure in row_of[name].items()}
+            for name in ("teacher", *students)
         }
-        utils.write_atomically(json_path, lambda path: path.write_text(json.dumps(facts, indent=1) + "\n"))
+        one_ms = 1000 * statistics.median(times) / len(students)  # a step of one student
+        facts = {"tokens_seen": step * B * T, "settings": settings, "compared": compared}
+        facts |= {"training_minutes": round(step * one_ms / 60_000, 1), "device": rep.device_name(dev)}
+        n_large, n_small = utils.n_parameters(teacher), utils.n_parameters(students["soft labels"])
+        parameters = p._asdict() | {"vocab_size": V, "n_parameters": n_small}
+        write_card(args.output, parameters, soft["valid_loss"], args.data, facts, n_curve, curves)
 
         x = windows[:B, :-1].to(dev)  # [B, T]
         with torch.no_grad():
@@ -308,62 +227,58 @@ if __name__ == "__main__":
         report.check(f"stored labels are the teacher's on the same inputs (KL {off:.0e})", off < 1e-3)
         with utils.Timer(dev) as along:
             distill(copy.deepcopy(students["soft labels"]), teacher, train_data, 3, LR, B, T)
-        same = all(torch.equal(tensor, teacher_state[n]) for n, tensor in teacher.state_dict().items())
+        same = all(torch.equal(tensor, untouched[n]) for n, tensor in teacher.state_dict().items())
         report.check("the teacher is what it was, bit for bit", same and not teacher.training)
 
-        hard, soft, large = (row_of[name] for name in ("hard labels", "soft labels", "teacher"))
-        gain = hard["valid_loss"] - soft["valid_loss"]
+        gain, lead = hard["valid_loss"] - soft["valid_loss"], soft["valid_loss"] - large["valid_loss"]
         report.why(
             f"After {step} steps of {B} x {T} tokens soft labels {'lower' if gain > 0 else 'raise'} the "
             f"validation loss by {abs(gain):.4f} nats against the text alone (KL to the teacher "
-            f"{soft['kl_to_teacher']:.4f} against {hard['kl_to_teacher']:.4f}); the teacher is "
-            f"{soft['valid_loss'] - large['valid_loss']:.4f} nats ahead."
+            f"{soft['kl_to_teacher']:.4f} against {hard['kl_to_teacher']:.4f}). The teacher leads by "
+            f"{lead:.4f}."
         )
-        entropy = torch.distributions.Categorical(logits=target).entropy().mean().item()
+        entropy = torch.distributions.Categorical(logits=target).entropy().mean()
         report.why(
-            "A character of the text is one draw from a distribution whose entropy the teacher puts at "
-            f"{entropy:.2f} nats, as of {math.exp(entropy):.1f} equally likely characters. Soft labels are "
-            "that distribution, so the gradient carries less noise. What the student is too small for they "
-            "cannot teach."
+            f"The text shows one draw from what the teacher takes for {entropy:.2f} nats, as of "
+            f"{entropy.exp():.1f} equally likely characters. Soft labels are that whole distribution: less "
+            "noise in the gradient, but no help where the student is too small."
         )
         parts = []
         for name, size in (("teacher", get_gptlite_model_parameters()), ("soft labels", p)):
-            cost = rep.forward_cost(size, vocab_size, 1, 1, 32 + n_tokens // 2, args.dtype)
-            limits = rep.measure_ceilings(dev, args.dtype, int(cost.n_bytes))
-            ms = measured[name].tpot_ms
-            share = rep.share_of(rep.lower_bound_ms(cost, limits), ms)
+            cost, ms = rep.forward_cost(size, V, 1, 1, 32 + n_tokens // 2, args.dtype), measured[name].tpot_ms
+            least = rep.lower_bound_ms(cost, rep.measure_ceilings(dev, args.dtype, int(cost.n_bytes)))
+            share = rep.share_of(least, ms)
             parts.append(f"{cost.n_bytes / 1e6:.1f} MB in {ms:.2f} ms ({share} of the ceiling)")
         faster = measured["teacher"].tpot_ms / measured["soft labels"].tpot_ms
         report.why(
             f"A decode step reads weights and cache: the teacher {parts[0]}, a student {parts[1]}. "
-            f"{large['n_parameters'] / soft['n_parameters']:.1f} times fewer weights, {faster:.1f} times "
-            "faster: half the blocks are half as many operations, and narrow ones take less, down to the "
-            "time that starting one takes."
+            f"{n_large / n_small:.1f} times fewer weights, {faster:.1f} times faster: half the blocks are "
+            "half as many operations; narrow ones take less, down to the time that starting one takes."
         )
-        one_ms, n_stored = 1000 * statistics.median(times) / len(students), n_windows * T
-        n_bytes = 2 * vocab_size if args.top_k in (None, vocab_size) else 3 * args.top_k + 2
+        n_bytes = 2 * V if args.top_k in (None, V) else 3 * args.top_k + 2
         report.why(
             f"For a batch the teacher takes {alone.ms:.0f} ms, a student's step {one_ms:.0f} ms, one with "
-            f"the teacher running along (distill) {along.ms / 3:.0f} ms. Stored instead: {n_stored:,} "
-            f"tokens at {n_bytes} bytes, {n_bytes * n_stored / 1e6:.0f} MB, each read by {len(students)} "
-            f"students {step * B / n_windows:.1f} times."
+            f"the teacher running along (distill) {along.ms / 3:.0f} ms. Stored instead: {n_bytes} bytes a "
+            f"token, {n_bytes * n_windows * T / 1e6:.0f} MB, each read by {len(students)} students "
+            f"{step * B / n_windows:.1f} times."
         )
-        shipped_json = shipped.with_suffix(".json")
-        if "shipped student" in states and shipped_json.is_file():
-            known = json.loads(shipped_json.read_text())
-            losses = {name: row["valid_loss"] for name, row in known["compared"].items()}
+        if "shipped student" in states and shipped.with_suffix(".json").is_file():
+            known = json.loads(shipped.with_suffix(".json").read_text())
+            loss = {name: row["valid_loss"] for name, row in known["compared"].items()}
             report.why(
                 f"The shipped student saw {known['tokens_seen'] / 1e6:.0f} million tokens: validation loss "
-                f"{losses['soft labels']} on soft labels, {losses['hard labels']} on the text alone."
+                f"{loss['soft labels']} on soft labels, {loss['hard labels']} on the text alone."
             )
-        report.why(f"Written: {args.output.name} and {json_path.name}, the student of the soft labels.")
+        report.why(
+            f"Written: the student of the soft labels, {args.output.name}, and {args.output.stem}.json."
+        )
         if args.plot:
             figure, axes = rep.new_figure()
             for name, curve in curves.items():
                 axes.plot([point[0] for point in curve], [point[2] for point in curve], label=name)
             axes.axhline(large["valid_loss"], color="black", linestyle=":", label="teacher")
             axes.set(xlabel="training step", ylabel="validation loss (nats per character)")
-            axes.set_title(f"A student of {soft['n_parameters'] / 1e6:.1f} M parameters, {step} steps")
+            axes.set_title(f"A student of {n_small / 1e6:.1f} M parameters, {step} steps")
             axes.legend()
             rep.save_figure(figure, args.plot)
         report.finish()

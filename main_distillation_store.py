@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from inference_utils import autocast, optimizer_step
+from inference_training import autocast, optimizer_step
 from main_distillation import distillation_loss, logit_mse
 
 
@@ -127,6 +127,7 @@ def rows_of(labels, rows, device):
 
 if __name__ == "__main__":
     import inference_report as rep
+    import inference_training as training
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_distilled_model_parameters
@@ -162,12 +163,12 @@ if __name__ == "__main__":
         for name in kinds:
             torch.manual_seed(args.seed)  # the same initial weights
             students[name] = model_for_training(V, p).to(dev)
-            optimizers[name] = utils.make_optimizer(students[name], LR)
+            optimizers[name] = training.make_optimizer(students[name], LR)
         for step in (
             bar := tqdm(range(args.steps), desc=f"{len(kinds)} students", leave=False, disable=None)
         ):
             rows = windows_of_step(len(windows), B, args.seed, step)  # [B]
-            batch, lr = windows[rows].to(dev), utils.learning_rate((step + 1) / args.steps, LR)
+            batch, lr = windows[rows].to(dev), training.learning_rate((step + 1) / args.steps, LR)
             log_p = values[rows].to(dev).float()  # [B, T, V]
             for name, kind in kinds.items():
                 labels = keep_best(log_p, *kind) if kind else (None, None)

@@ -51,7 +51,7 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters, scaled_dot_product_attention
 
-    parser = rep.options(__doc__, repeats=3, plot=False)
+    parser = rep.options(__doc__, repeats=3, plot=False, data=False)
     parser.add_argument(
         "--batch-size", type=rep.positive_int, default=16, help="sequences of GPTlite's shape"
     )
@@ -59,7 +59,7 @@ if __name__ == "__main__":
         p, dev, quick, dtype = get_gptlite_model_parameters(), args.device, args.quick, args.dtype
         H, D, W, B = p.n_heads, p.d_head, p.seqlen, args.batch_size
         lengths = (512,) if quick else (1024, 4096)
-        vocab_size, _, _, _, _ = get_shakespeare_data(args.data)
+        vocab_size, _, _, _, _ = get_shakespeare_data()
         model = utils.load_model(GPTlite, vocab_size, args.checkpoint)  # only its shape matters here
         columns = {"attention_ms": ("ms", "{:.2f}"), "first_call_ms": ("first call ms", "{:.0f}")}
         report = rep.Report(args, "FlashAttention's kernels", model, columns, batch_size=B, prompt_len=W)

@@ -82,6 +82,7 @@ def align_heads(state_dict, n_heads, d_head, n_groups, inputs):
 
 if __name__ == "__main__":
     import inference_report as rep
+    import inference_training as training
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import get_gptlite_model_parameters
@@ -114,7 +115,7 @@ if __name__ == "__main__":
         def measure_loss(state, label, **kwargs):
             """Loss of these weights, and after training on, with the same batches for all."""
             how = (n_windows, n_steps, p.lr / 5, train_batch, train_len, args.seed, label)
-            loss = utils.uptrained_losses(make(state, **kwargs), train_data, valid_data, *how)
+            loss = training.uptrained_losses(make(state, **kwargs), train_data, valid_data, *how)
             return loss["valid_loss"], loss.get("uptrained_loss")
 
         # Conversion: what must be equal, and the losses

@@ -160,6 +160,7 @@ def convert_mha_to_mla(state_dict, n_heads, d_head, d_latent):
 
 if __name__ == "__main__":
     import inference_report as rep
+    import inference_training as training
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import get_gptlite_model_parameters
@@ -196,7 +197,7 @@ if __name__ == "__main__":
         def measure_loss(label, state, **kwargs):
             """Loss of these weights, and after training on, with the same batches for all."""
             how = (n_windows, n_steps, p.lr / 5, train_batch, train_len, args.seed, label)
-            return utils.uptrained_losses(make(state, **kwargs), train_data, valid_data, *how)
+            return training.uptrained_losses(make(state, **kwargs), train_data, valid_data, *how)
 
         # Conversions and their losses, GQA's beside them
         mha = make(mha_state, GPTlite_KVCache)

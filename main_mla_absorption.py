@@ -35,11 +35,10 @@ if __name__ == "__main__":
     from gptlite_kvcache import scaled_dot_product_attention_kv_cache
     from main_mla import MultiHeadAttention_MLA
 
-    parser = rep.options(__doc__, repeats=3, plot=False)
+    parser = rep.options(__doc__, repeats=3, plot=False, data=False, weights=False)
     parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="sequences of the batch")
-    parser.add_argument(
-        "--d-latent", type=int, nargs="+", default=[384, 192, 96, 48], help="width of latents"
-    )
+    widths = {"type": rep.positive_int, "nargs": "+", "default": [384, 192, 96, 48]}
+    parser.add_argument("--d-latent", **widths, help="width of latents")
     with rep.script(parser) as args:
         p, dev, B = get_gptlite_model_parameters(), args.device, args.batch_size
         H, D, size = p.n_heads, p.d_head, args.dtype.itemsize

@@ -91,7 +91,11 @@ if __name__ == "__main__":
 
     parser = rep.options(__doc__, repeats=1, plot=False)
     parser.add_argument(
-        "--d-latent", type=int, nargs="+", default=[384, 192, 128, 96, 48], help="numbers a token and layer"
+        "--d-latent",
+        type=rep.positive_int,
+        nargs="+",
+        default=[384, 192, 128, 96, 48],
+        help="numbers a token and layer",
     )
     with rep.script(parser) as args:
         p, quick = get_gptlite_model_parameters(), args.quick

@@ -16,10 +16,13 @@ Heads Really Better than One?, 2019; LeCun et al., Optimal Brain Damage, 1989.
 """
 
 import copy
+from functools import partial
 
 import torch
 import torch.nn as nn
 
+import inference_report as rep
+import inference_utils as utils
 from gptlite_kvcache import (
     Block_KVCache,
     GPTlite_KVCache,
@@ -27,11 +30,37 @@ from gptlite_kvcache import (
     MultiHeadAttention_KVCache,
     use_all_cores,
 )
-from inference_utils import sample_prompts
 from main_distillation import distill
+from main_kvcache import generate_kvcache
 
 
 @torch.no_grad()
+def mean_over_text(model, measures, windows, batch_size=8):
+    """Means over the tokens of some text of what goes through some modules of a model.
+
+    Args: measures: pairs (module, measure), where measure(input [B, T, in], output [B, T, out]) gives a sum
+        over tokens [...]; windows: token ids [n, T], read batch_size at a time, in evaluation mode.
+    Returns: for every pair the mean [...], float64 on the CPU.
+    """
+    totals = [0] * len(measures)
+
+    def add(i, measure, _module, args, out):
+        totals[i] = totals[i] + measure(args[0], out).cpu().double()  # [...]
+
+    was_training, hooks = model.training, []
+    try:
+        model.eval()
+        for i, (module, measure) in enumerate(measures):
+            hooks.append(module.register_forward_hook(partial(add, i, measure)))
+        for batch in windows.to(next(model.parameters()).device).split(batch_size):
+            model(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(was_training)
+    return [total / windows.numel() for total in totals]
+
+
 def compute_importance(model, data, n_batches, batch_size, seqlen):
     """How strongly the heads and neurons of a model respond to text.
 
@@ -42,36 +71,17 @@ def compute_importance(model, data, n_batches, batch_size, seqlen):
     """
     if n_batches < 1 or batch_size < 1:
         raise ValueError(f"importance needs text: {n_batches} batches of {batch_size} are no windows")
-    windows = sample_prompts(data, n_batches * batch_size, seqlen)  # [n, T]
-    model_device = next(model.parameters()).device
-    totals = {}  # (kind, layer): sum over tokens, [units]
+    windows = utils.sample_prompts(data, n_batches * batch_size, seqlen)  # [n, T]
 
-    def watch(linear, key, size):
-        """Sums up what enters this output projection: units of `size` numbers, side by side."""
+    def lengths(x, _out, size):
+        """Of units of `size` numbers side by side, summed over the tokens: [units]."""
+        units = x.unflatten(-1, (-1, size))  # [B, T, units, size]
+        return units.to(torch.promote_types(x.dtype, torch.float32)).norm(dim=-1).sum(dim=(0, 1))
 
-        def hook(_module, args):
-            units = args[0].unflatten(-1, (-1, size))  # [B, T, units, size]
-            total = units.to(torch.promote_types(units.dtype, torch.float32)).norm(dim=-1).sum(dim=(0, 1))
-            totals[key] = totals.get(key, 0) + total.cpu().double()  # [units]
-
-        return linear.register_forward_pre_hook(hook)
-
-    was_training = model.training
-    hooks = []
-    try:
-        model.eval()
-        for layer, block in enumerate(model.blocks):
-            hooks.append(watch(block.mha.out_proj, ("heads", layer), block.mha.d_head))
-            hooks.append(watch(block.ffwd.net[2], ("neurons", layer), 1))
-        for batch in windows.split(batch_size):
-            model(batch.to(model_device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(was_training)
-    layers = range(len(model.blocks))
-    heads, neurons = (torch.stack([totals[kind, i] for i in layers]) for kind in ("heads", "neurons"))
-    return heads / windows.numel(), neurons / windows.numel()  # [L, H], [L, F]
+    heads = [(block.mha.out_proj, partial(lengths, size=block.mha.d_head)) for block in model.blocks]
+    neurons = [(block.ffwd.net[2], partial(lengths, size=1)) for block in model.blocks]
+    means = mean_over_text(model, heads + neurons, windows, batch_size)
+    return torch.stack(means[: len(heads)]), torch.stack(means[len(heads) :])  # [L, H], [L, F]
 
 
 def prune_linear(linear, rows=None, columns=None):
@@ -145,12 +155,6 @@ def prune_heads(mha, heads):
         mha.n_groups = len(heads) // size
 
 
-def prune_neurons(ffwd, neurons):
-    """Cuts a feed-forward network down to some neurons: indices."""
-    ffwd.net[0] = prune_linear(ffwd.net[0], rows=neurons)
-    ffwd.net[2] = prune_linear(ffwd.net[2], columns=neurons)
-
-
 def prune(model, heads, neurons, n_heads, n_neurons):
     """Keeps the most important heads and neurons of every layer and slices the others out, in place.
 
@@ -160,7 +164,8 @@ def prune(model, heads, neurons, n_heads, n_neurons):
     kept = choose(model, heads, neurons, n_heads, n_neurons)
     for block, (kept_heads, kept_neurons) in zip(model.blocks, kept, strict=True):
         prune_heads(block.mha, kept_heads)
-        prune_neurons(block.ffwd, kept_neurons)
+        block.ffwd.net[0] = prune_linear(block.ffwd.net[0], rows=kept_neurons)
+        block.ffwd.net[2] = prune_linear(block.ffwd.net[2], columns=kept_neurons)
     return model
 
 
@@ -208,13 +213,46 @@ def with_kv_cache(model):
     return use_all_cores(model)
 
 
+# ---- Not the technique: what its scripts measure ----
+
+DECODE_COLUMNS = {"step_mb": ("step MB", "{:.1f}"), "of_limit": ("of limit", "{:.0%}")}
+
+
+@torch.no_grad()
+def decode_rows(models, prompt, n_tokens, repeats, dtype):
+    """Decodes n_tokens after a prompt [1, T] with every model of {name: model}, in alternation.
+
+    Returns: {name: figures of its row}: times, cache and peak memory, and step_mb, the megabytes that a step
+        reads in the middle of the run, with of_limit, the least time this takes as a share of TPOT.
+    """
+    methods = []
+    for name, model in models.items():
+        cached = with_kv_cache(model).to(dtype)
+        run = lambda m=cached: generate_kvcache(m, prompt, n_tokens, m.seqlen)  # noqa: E731
+        methods.append(utils.Method(name, run, [cached]))
+    results = utils.measure(methods, n_tokens, repeats)
+    limits, rows = rep.measure_ceilings(prompt.device, dtype), {}
+    for name, run, (model,), _ in methods:
+        kv_cache = [t for kv in model(prompt)[1] for t in kv]
+        kv_bytes = utils.cache_bytes_per_token(kv_cache, prompt.shape[1], 1)
+        embeddings = model.token_embedding.weight.numel() + model.position_embedding.weight.numel()
+        n_bytes = (utils.n_parameters(model) - embeddings) * dtype.itemsize  # of an embedding one row is read
+        n_bytes += kv_bytes * (prompt.shape[1] + n_tokens // 2)
+        cost = rep.Cost(2 * n_bytes / dtype.itemsize, n_bytes)  # each number is multiplied and added once
+        rows[name] = {
+            "measurement": results[name],
+            "kv_bytes_per_token": kv_bytes,
+            "peak_memory_mb": utils.peak_memory_mb(run, model, inputs=[prompt]),
+            "step_mb": n_bytes / 1e6,
+            "of_limit": rep.lower_bound_ms(cost, limits) / results[name].tpot_ms,
+        }
+    return rows
+
+
 if __name__ == "__main__":
-    import inference_report as rep
-    import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
     from main_distillation import distillation_loss
-    from main_kvcache import generate_kvcache
 
     parser = rep.options(__doc__, repeats=3)
     parser.add_argument(
@@ -222,6 +260,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--keep", type=float, default=0.5, help="share of heads and neurons that stays")
     with rep.script(parser) as args:
+        if not 0 < args.keep <= 1:
+            raise ValueError(f"--keep is a share above 0 and at most 1, not {args.keep}")
         p, dev, quick = get_gptlite_model_parameters(), args.device, args.quick
         W, H, F, n_steps = p.seqlen, p.n_heads, 4 * p.d_model, min(args.steps, 10) if quick else args.steps
         batch_size, seqlen, n_windows, n_tokens = (2, 64, 8, 16) if quick else (8, W, 128, 128)
@@ -230,101 +270,69 @@ if __name__ == "__main__":
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         # dropout 0: a few hundred steps cannot overfit, and its random numbers cost time
         teacher = utils.load_model(GPTlite, vocab_size, args.checkpoint, dropout_p=0.0).to(dev)
-        before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
-        columns = {
-            "divergence": ("KL to the teacher", "{:.4f}"),
-            "same_best_token": ("same best token", "{:.1%}"),
-        }
-        sizes = {"train_batch_size": batch_size, "train_seqlen": seqlen, "n_rounds": n_rounds}
-        sizes |= {"batch_size": 1, "prompt_len": 64, "n_tokens": n_tokens, "steps": n_steps}
-        report = rep.Report(args, "pruning", teacher, columns, **sizes, n_heads=n_heads, n_neurons=n_neurons)
+        before = copy.deepcopy(teacher.state_dict())
+        columns = {"divergence": ("KL to teacher", "{:.4f}"), "same_best_token": ("same best", "{:.1%}")}
+        config = {"batch_size": 1, "prompt_len": 64, "n_tokens": n_tokens, "steps": n_steps}
+        config |= {"train_batch_size": batch_size, "train_seqlen": seqlen, "n_rounds": n_rounds}
+        config |= {"n_heads": n_heads, "n_neurons": n_neurons}
+        report = rep.Report(args, "pruning", teacher, DECODE_COLUMNS | columns, **config)
         for key in ("tpot_p99_ms", "forward_tokens", "same_output"):  # no news here: left out of the table
             report.columns.pop(key)
 
         # The cut is exact
         importance = compute_importance(teacher, train_data, 4, 8, W)
         tokens = utils.sample_prompts(valid_data, 4 if quick else 16, W).to(dev)  # [B, T]
-        whole = prune(copy.deepcopy(teacher), *importance, H, F)
         cut = prune(copy.deepcopy(teacher), *importance, n_heads, n_neurons)
         masked = mask(copy.deepcopy(teacher), *importance, n_heads, n_neurons)
         with torch.no_grad():
             target = teacher(tokens)  # [B, T, V]
             off = utils.largest_difference(cut(tokens), masked(tokens))
-            report.check("keeping everything changes nothing", torch.equal(whole(tokens), target))
         report.check(f"sliced is masked: logits differ by {off:.0e}, at most 1e-04", off <= 1e-4)
 
         # Three models of one shape: the same number of steps, size of batches and learning rate
-        def train(student, rounds):
-            torch.manual_seed(args.seed)
-            how = (n_heads, n_neurons, rounds, n_steps, p.lr / 2, batch_size, seqlen)
-            return student, prune_and_distill(student, teacher, train_data, *how)
-
         several = f"{n_rounds} rounds"
-        runs = {
-            "one shot": train(copy.deepcopy(teacher), 1),
-            several: train(copy.deepcopy(teacher), n_rounds),
-            # random weights that are cut to the same shape are random weights
-            "random weights": train(utils.make_model(GPTlite, vocab_size, dropout_p=0.0).to(dev), 1),
-        }
-        after = teacher.state_dict()
-        unchanged = all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        blank = utils.make_model(GPTlite, vocab_size, dropout_p=0.0).to(dev)  # cut, it is as random
+        rounds = {"one shot": 1, several: n_rounds, "random weights": 1}
+        students, losses = {}, {}
+        for name, n in rounds.items():
+            torch.manual_seed(args.seed)
+            students[name] = blank if name == "random weights" else copy.deepcopy(teacher)
+            how = (n_heads, n_neurons, n, n_steps, p.lr / 2, batch_size, seqlen)
+            losses[name] = prune_and_distill(students[name], teacher, train_data, *how)
+        unchanged = all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
         report.check("the teacher is unchanged, bit for bit", unchanged)
 
         # Times of the two shapes, quality of all models
         prompt = utils.sample_prompts(valid_data, 1, 64).to(dev)  # [1, T]
-        methods = []
-        for name, model in (("teacher", teacher), ("one shot", cut)):
-            cached = with_kv_cache(model).to(args.dtype)
-            run = lambda m=cached: generate_kvcache(m, prompt, n_tokens, W)  # noqa: E731
-            methods.append(utils.Method(name, run, [cached]))
-        results = utils.measure(methods, n_tokens, args.repeats)
-        figures = {}
-        for name, run, (cached,), _ in methods:
-            with torch.no_grad():
-                kv_cache = [t for kv in cached(prompt)[1] for t in kv]
-            figures[name] = {
-                "kv_bytes_per_token": utils.cache_bytes_per_token(kv_cache, prompt.shape[1], 1),
-                "peak_memory_mb": utils.peak_memory_mb(run, cached, inputs=[prompt]),
-            }
-        students = {name: student for name, (student, _) in runs.items()}
-        loss = {}
+        two = {"teacher": teacher, "one shot": students["one shot"]}
+        timed, loss = decode_rows(two, prompt, n_tokens, args.repeats, args.dtype), {}
         for name, model in {"teacher": teacher, "cut, not trained": cut, **students}.items():
             with torch.no_grad():
                 logits = model(tokens)  # [B, T, V]
             loss[name] = utils.validation_loss(model, valid_data, n_windows)
             report.row(
                 name,
-                results.get(name),
                 baseline=model is teacher,
                 valid_loss=loss[name],
                 n_parameters=utils.n_parameters(model),
                 divergence=distillation_loss(logits, target, 1).item(),
                 same_best_token=(logits.argmax(-1) == target.argmax(-1)).float().mean().item(),
-                **figures.get(name, {}),
+                **timed.get(name, {}),
             )
         for name in ("one shot", several):
             report.check(f"{name} ends below random weights", loss[name] < loss["random weights"])
-        n_points = min(10, n_steps)
-        stops = [n_steps * i // n_points for i in range(n_points + 1)]
-        curve = [{"step": stop} for stop in stops[1:]]
-        for name, (_, losses) in runs.items():
-            for row, start in zip(curve, stops, strict=False):
-                row[name] = sum(losses[start : row["step"]]) / (row["step"] - start)
-        report.sweep("Distillation loss since the row before (nats, temperature 2)", curve)
+        width, curve = max(n_steps // 20, 1), []
+        for step in range(width, n_steps + 1, width):
+            means = {name: sum(values[step - width : step]) / width for name, values in losses.items()}
+            curve.append({"step": step} | means)
+        report.sweep(f"Distillation loss, mean of {width} steps (nats, temperature 2)", curve)
 
-        limits, shares = rep.measure_ceilings(dev, args.dtype), []
-        for name, _, (cached,), _ in methods:
-            weights = utils.n_parameters(cached) - (vocab_size + W) * p.d_model  # embeddings: one row each
-            cost = rep.Cost(2 * weights, args.dtype.itemsize * weights)
-            share = rep.share_of(rep.lower_bound_ms(cost, limits), results[name].tpot_ms)
-            shares.append(
-                f"{cost.flops / 1e6:.1f} MFLOP and {cost.n_bytes / 1e6:.1f} MB ({share} of the limit)"
-            )
-        gain = results["teacher"].tpot_ms / results["one shot"].tpot_ms
+        gain = timed["teacher"]["measurement"].tpot_ms / timed["one shot"]["measurement"].tpot_ms
+        steps = [f"{row['step_mb']:.1f} MB ({row['of_limit']:.0%} of the limit)" for row in timed.values()]
         report.why(
-            f"A step of one sequence takes {shares[0]} whole, {shares[1]} cut; TPOT is {gain:.2f} times "
-            "lower. The matrices stay dense, so no special kernel is needed; the number of operations stays "
-            "the same too, and with it the part of a step that is not work on weights."
+            f"A step reads {steps[0]} whole and {steps[1]} cut, with 2 operations for every number of "
+            f"{args.dtype.itemsize} bytes. TPOT is {gain:.2f} times lower: the matrices stay dense and need "
+            "no special kernel, but there are as many of them, and what a step does besides stays."
         )
         rise = {name: value - loss["teacher"] for name, value in loss.items()}
         report.why(
@@ -339,10 +347,9 @@ if __name__ == "__main__":
         )
         if args.plot:
             figure, axes = rep.new_figure()
-            width = max(n_steps // 50, 1)
-            for name, (_, losses) in runs.items():
-                smooth = torch.tensor(losses).unfold(0, width, 1).mean(dim=1)  # [n_steps - width + 1]
-                axes.plot(range(width, n_steps + 1), smooth, label=f"{name}: valid loss {loss[name]:.3f}")
+            for name in losses:
+                x, y = zip(*((row["step"], row[name]) for row in curve), strict=True)
+                axes.plot(x, y, marker=".", label=f"{name}: valid loss {loss[name]:.3f}")
             axes.set(xlabel="step", ylabel="distillation loss (nats)", yscale="log")
             axes.set_title(f"{n_heads} of {H} heads, {n_neurons} of {F} neurons a layer")
             axes.legend()

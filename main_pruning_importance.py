@@ -1,65 +1,24 @@
-"""Pruning: five ways to decide which neurons and heads matter, and a repair of what is lost.
+"""Pruning: five ways to decide which neurons and heads matter, alone and with a repair by regression.
 
 Idea: a score for every neuron and head, from the weights alone, from what it does on text, from what the
 loss would lose by it, or at random; the lowest are cut, 10 to 70% of each layer, and the loss is measured
-before and after a short distillation. The repair is a linear regression: what the removed ones contributed
-is, as far as it can be, predicted from those that stay, and their output weights take it over.
+before and after a short distillation, with the same batches for all. Two ways are repaired as well: those
+that stay take over what the others did (main_pruning_refit.py).
 
-Exact: with nothing removed all are the model unchanged. Approximate: everything else; the regression sees
-each layer's inputs in the whole model, not in the pruned one.
+Exact: with nothing removed all are the model unchanged. Approximate: everything else.
 
 Run: python main_pruning_importance.py
 
 Source: Muralidharan et al., Minitron, 2024 (activations); Molchanov et al., Importance Estimation for Neural
-Network Pruning, 2019, and Ma et al., LLM-Pruner, 2023 (Taylor); Hassibi and Stork, Optimal Brain Surgeon,
-1993 (the others' weights change with a removal, here for whole groups and in one solution).
+Network Pruning, 2019, and Ma et al., LLM-Pruner, 2023 (Taylor).
 """
-
-import copy
 
 import torch
 import torch.nn.functional as F
 
 from inference_utils import sample_prompts
-from main_pruning import choose, compute_importance, prune
-
-
-def structures(model, kind):
-    """Where a model's "neurons" or "heads" are: for each layer the linear layers that feed the units, the
-    one that reads them, and how many numbers a unit has.
-    """
-    if kind == "neurons":
-        return [([block.ffwd.net[0]], block.ffwd.net[2], 1) for block in model.blocks]
-    mhas = [block.mha for block in model.blocks]
-    return [([m.query_proj, m.key_proj, m.value_proj], m.out_proj, m.d_head) for m in mhas]
-
-
-@torch.no_grad()
-def input_moments(model, linears, windows, batch_size=8):
-    """Mean and second moment of what enters some linear layers of a model, over all tokens of the windows.
-
-    Args: linears: layers of the model; windows: token ids [n, T].
-    Returns: for every layer (mean [in], E[x x'] [in, in]), float64 on the CPU.
-    """
-    sums = [[0, 0] for _ in linears]
-
-    def watch(linear, total):
-        def hook(_module, args):
-            x = args[0].flatten(0, -2)  # [N, in]
-            total[0] = total[0] + x.sum(dim=0).cpu().double()  # [in]
-            total[1] = total[1] + (x.T @ x).cpu().double()  # [in, in]
-
-        return linear.register_forward_pre_hook(hook)
-
-    hooks = []
-    try:
-        hooks = [watch(linear, total) for linear, total in zip(linears, sums, strict=True)]
-        for batch in windows.split(batch_size):
-            model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [(first / windows.numel(), second / windows.numel()) for first, second in sums]
+from main_pruning import compute_importance
+from main_pruning_refit import contribution, input_moments, structures
 
 
 def magnitude(inputs, output, size):
@@ -68,17 +27,6 @@ def magnitude(inputs, output, size):
     into = sum(w.detach().square().sum(dim=1).view(-1, size).sum(dim=1) for w in squares)  # [units]
     out = output.weight.detach().square().sum(dim=0).view(-1, size).sum(dim=1)  # [units]
     return (into * out).sqrt()
-
-
-def contribution(output, size, second_moment):
-    """Root mean square of what a unit adds to the residual stream, E|W_u a_u|^2: [units].
-
-    For a neuron this is the size of its activation times the length of its output column.
-    """
-    W = output.weight.detach().cpu().double().unflatten(1, (-1, size))  # [E, units, size]
-    moments = second_moment.unflatten(1, (-1, size)).unflatten(0, (-1, size))  # [units, size, units, size]
-    own = moments.diagonal(dim1=0, dim2=2)  # [size, size, units]
-    return (torch.einsum("eus,stu->eut", W, own) * W).sum(dim=(0, 2)).clamp(min=0).sqrt()
 
 
 def taylor(inputs, output, size):
@@ -127,64 +75,17 @@ def score_units(model, data, n_windows, seqlen, batch_size=8, seed=0):
     return scores, moments
 
 
-@torch.no_grad()
-def refit(output, size, kept, mean, second_moment, ridge=1e-3):
-    """Lets the units that stay take over, by least squares, what the others contributed; in place.
-
-    Args: output: the linear layer that reads the units; kept: indices of those that stay; mean [in],
-        second_moment [in, in]: of its inputs; ridge: weight decay of the regression, in units of their
-        mean variance (dead units have none, and few windows would be learned by heart).
-    Returns: the variance of what the removed units contributed, and how much of it is left unexplained.
-    """
-    stays = torch.zeros(output.in_features // size, dtype=torch.bool)  # [units]
-    stays[kept] = True
-    stays = stays.repeat_interleave(size)  # [in]
-    C = second_moment - mean[:, None] * mean  # [in, in]: around the mean, which goes into the bias
-    A, B, C = C[stays][:, stays], C[stays][:, ~stays], C[~stays][:, ~stays]  # [k, k], [k, r], [r, r]
-    decay = max(ridge * A.diagonal().mean().item(), 1e-12)
-    W = output.weight.cpu().double()[:, ~stays]  # [E, r]
-    taken = W @ torch.linalg.solve(A + decay * torch.eye(len(A), dtype=A.dtype), B).T  # [E, k]
-    shift = W @ mean[~stays] - taken @ mean[stays]  # [E]
-    output.weight[:, stays] += taken.to(output.weight)
-    output.bias += shift.to(output.bias)
-    total = ((W @ C) * W).sum()
-    left = total - 2 * ((taken @ B) * W).sum() + ((taken @ A) * taken).sum()
-    return total.item(), left.item()
-
-
-def prune_units(model, kind, importance, n, moments=None):
-    """Keeps the n most important "neurons" or "heads" [L, units] of every layer, all of the other; in place.
-
-    Args: moments: of score_units, for the repair by refit; None for none.
-    Returns: the model, and the share of the lost variance, over all layers, that refit could explain (None
-        without it).
-    """
-    others = structures(model, "heads" if kind == "neurons" else "neurons")
-    n_others = others[0][1].in_features // others[0][2]
-    pairs = [(importance, n), (torch.zeros(len(others), n_others), n_others)]
-    (heads, n_heads), (neurons, n_neurons) = pairs if kind == "heads" else pairs[::-1]
-    explained = None
-    if moments is not None:
-        kept = choose(model, heads, neurons, n_heads, n_neurons)
-        variances = [
-            refit(output, size, units[kind == "neurons"], *layer_moments)
-            for (_, output, size), units, layer_moments in zip(
-                structures(model, kind), kept, moments, strict=True
-            )
-        ]
-        total, left = (sum(column) for column in zip(*variances, strict=True))
-        explained = 1 - left / total if total > 0 else 1.0
-    return prune(model, heads, neurons, n_heads, n_neurons), explained
-
-
 if __name__ == "__main__":
+    import copy
+
     import inference_report as rep
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
     from main_distillation import distill
+    from main_pruning_refit import prune_units
 
-    parser = rep.options(__doc__, repeats=1)
+    parser = rep.options(__doc__, dtype=False, repeats=None)
     parser.add_argument(
         "--removed", type=int, nargs="+", default=[10, 30, 50, 70], help="percent of the neurons of a layer"
     )
@@ -198,12 +99,11 @@ if __name__ == "__main__":
         removed = removed[1:2] or removed if quick else removed
         batch_size, seqlen, n_windows, n_texts = (2, 64, 4, 16) if quick else (4, W, 32, 32)
         units = {"neurons": 4 * p.d_model, "heads": p.n_heads}
-        lost_heads = [3] if quick else [1, 2, 3]
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite, vocab_size, args.checkpoint, dropout_p=0.0).to(dev)
         with utils.Timer(dev) as reading:
             scores, moments = score_units(model, train_data, n_texts, W, batch_size=4, seed=args.seed)
-        ways = {name: (name, False) for name in scores["neurons"]}
+        ways = {name: (name, False) for name in scores["neurons"]}  # what is scored, whether it is repaired
         ways |= {f"{name} + refit": (name, True) for name in ("activation x column", "Taylor")}
 
         def cut(kind, way, n):
@@ -219,37 +119,32 @@ if __name__ == "__main__":
         tokens = utils.sample_prompts(valid_data, 2, W).to(dev)  # [B, T]
         with torch.no_grad():
             for kind, n in units.items():
-                whole, _ = cut(kind, "Taylor + refit", n)
-                off = utils.largest_difference(whole(tokens), model(tokens))
+                off = utils.largest_difference(cut(kind, "Taylor + refit", n)[0](tokens), model(tokens))
                 name = f"no {kind} removed: pruned and refitted is the model (logits differ by {off:.0e})"
                 report.check(name, off <= 1e-4)
 
-        # Neurons: before and after a distillation with the same batches for all
-        pruned, distilled, explained, size = {}, {}, {}, {}
-        for percent in removed:
-            n = round(units["neurons"] * (1 - percent / 100))
-            for way in ways:
+        base = utils.validation_loss(model, valid_data, n_windows)
+        mid = min(removed, key=lambda percent: abs(percent - 50))
+        report.row("nothing removed", baseline=True, valid_loss=base, n_parameters=utils.n_parameters(model))
+        pruned, distilled, heads, explained = {}, {}, {}, {}  # (way, removed): loss
+        for way in ways:
+            for percent in removed:
+                n = round(units["neurons"] * (1 - percent / 100))
                 student, explained[way, percent] = cut("neurons", way, n)
                 pruned[way, percent] = utils.validation_loss(student, valid_data, n_windows)
                 torch.manual_seed(args.seed)
                 with utils.Timer(dev) as training:
                     distill(student, model, train_data, n_steps, p.lr / 5, batch_size, seqlen)
                 distilled[way, percent] = utils.validation_loss(student, valid_data, n_windows)
-                size[percent] = utils.n_parameters(student)
-        base = utils.validation_loss(model, valid_data, n_windows)
-        mid = min(removed, key=lambda percent: abs(percent - 50))
-        report.row("nothing removed", baseline=True, valid_loss=base, n_parameters=utils.n_parameters(model))
-        for way in ways:
-            report.row(
-                f"{way}, {mid}%",
-                n_parameters=size[mid],
-                valid_loss=pruned[way, mid],
-                distilled_loss=distilled[way, mid],
-                explained=explained[way, mid],
-            )
-        heads = {}
-        for n in lost_heads:
-            for way in ways:
+                if percent == mid:
+                    report.row(
+                        f"{way}, {mid}%",
+                        n_parameters=utils.n_parameters(student),
+                        valid_loss=pruned[way, mid],
+                        distilled_loss=distilled[way, mid],
+                        explained=explained[way, mid],
+                    )
+            for n in [3] if quick else [1, 2, 3]:
                 student, _ = cut("heads", way, units["heads"] - n)
                 heads[way, n] = utils.validation_loss(student, valid_data, n_windows)
         for title, losses, unit in (
@@ -260,22 +155,7 @@ if __name__ == "__main__":
             amounts = sorted({amount for _, amount in losses})
             rows = [{"decided by": way} | {f"{n}{unit}": losses[way, n] for n in amounts} for way in ways]
             report.sweep(title, rows)
-        # The refit is a regression with as many unknowns as neurons that stay: it needs text
-        name, sweep = "activation x column", []
-        linears = [output for _, output, _ in structures(model, "neurons")]
-        n_kept = round(units["neurons"] * (1 - mid / 100))
-        for n in (4, n_texts) if quick else (4, 8, 16, n_texts):
-            texts = sample_prompts(train_data, n, W).to(dev)  # [n, T]
-            fewer = input_moments(model, linears, texts, batch_size=4)
-            student, share = prune_units(
-                copy.deepcopy(model), "neurons", scores["neurons"][name], n_kept, fewer
-            )
-            loss = utils.validation_loss(student, valid_data, n_windows)
-            sweep.append({"texts": n, "tokens": texts.numel(), "explained on them": share, "loss": loss})
-        report.sweep(f"{mid}% of the neurons removed by {name}, refitted on so much text", sweep)
-        for percent in removed:
-            if not 10 <= percent < 100:  # below, the order is left to chance
-                continue
+        for percent in (percent for percent in removed if percent >= 10):  # below, chance decides
             best = min(ways, key=lambda way: pruned[way, percent])
             report.check(f"{percent}% of the neurons: best before distillation with a refit", ways[best][1])
             lower = pruned["activation x column", percent] < pruned["random", percent]
@@ -283,18 +163,12 @@ if __name__ == "__main__":
 
         rise = {way: pruned[way, mid] - base for way in ways}
         order = scores["neurons"]["magnitude"][0].argsort()  # [F], rising: what goes first
-        active, added = (scores["neurons"][way][0][order] for way in ("activation", "activation x column"))
-        quarter = units["neurons"] // 4
-        means = [
-            f"{x[part].mean():.3f}"
-            for part in (slice(quarter), slice(-quarter, None))
-            for x in (active, added)
-        ]
+        active = scores["neurons"]["activation"][0][order].chunk(4)  # a quarter of the neurons each
         report.why(
             f"{mid}% of the neurons by magnitude cost {rise['magnitude']:+.3f} nats, at random "
             f"{rise['random']:+.3f}: large weights do not tell what a neuron does on text. In block 0 the "
-            f"quarter with the smallest weights, which goes first, has a mean activation of {means[0]} and "
-            f"adds {means[1]} (root mean square), the quarter with the largest {means[2]} and {means[3]}."
+            f"quarter with the smallest weights, which goes first, has a mean activation of "
+            f"{active[0].mean():.3f}, the quarter with the largest {active[-1].mean():.3f}."
         )
         strengths = scores["neurons"]["activation x column"]  # [L, F]
         silent = (strengths < 0.01 * strengths.amax(dim=1, keepdim=True)).double().mean(dim=1)  # [L]
@@ -303,35 +177,27 @@ if __name__ == "__main__":
             f"{', '.join(f'{share:.0%}' for share in silent.tolist())}. The same share is cut in every block "
             "here, silent neurons or not."
         )
-        name = "activation x column"
+        best = "activation x column"
         report.why(
             "What a neuron adds to the residual stream is its activation times its output column: by that "
-            f"the cut costs {rise[name]:+.3f}, by activations {rise['activation']:+.3f}, by Taylor "
-            f"{rise['Taylor']:+.3f}. The refit leaves {rise[name + ' + refit']:+.3f}: neurons overlap, so "
-            f"that those that stay explain {explained[name + ' + refit', mid]:.0%} of the variance that the "
-            "removed ones contributed."
-        )
-        report.why(
-            f"{n_kept} neurons that stay are as many unknowns for every output. Refitted on "
-            f"{sweep[0]['tokens']} tokens they explain {sweep[0]['explained on them']:.0%} of the variance "
-            f"there and end {sweep[0]['loss'] - base:+.3f} nats from the model, on {sweep[-1]['tokens']} "
-            f"tokens {sweep[-1]['loss'] - base:+.3f}: too little text is learned by heart."
+            f"the cut costs {rise[best]:+.3f}, by activations {rise['activation']:+.3f}, by Taylor "
+            f"{rise['Taylor']:+.3f}. The refit leaves {rise[best + ' + refit']:+.3f}: neurons overlap, those "
+            f"that stay explain {explained[best + ' + refit', mid]:.0%} of the variance of the removed ones."
         )
         spread = [max(t[w, mid] for w in ways) - min(t[w, mid] for w in ways) for t in (pruned, distilled)]
+        n_gone = 2 * round(units["neurons"] * mid / 100) * p.n_layers * p.d_model  # a row and a column each
         report.why(
-            f"{n_steps} steps of distillation narrow the distance between the best and the worst way from "
-            f"{spread[0]:.3f} to {spread[1]:.3f} nats. They took {training.seconds:.1f} s at the smallest "
-            f"size, reading {n_texts} texts for all scores and the refit {reading.seconds:.1f} s."
+            f"{n_steps} steps of distillation take {training.seconds:.1f} s at the smallest size (all scores "
+            f"and moments {reading.seconds:.1f} s) and bring the distance between the best and the worst way "
+            f"from {spread[0]:.3f} to {spread[1]:.3f} nats. Time and memory do not depend on the way: {mid}% "
+            f"is {4 * n_gone / 1e6:.0f} MB of weights and {2 * n_gone / 1e6:.0f} MFLOP a token less."
         )
         if args.plot:
             figure, _ = rep.new_figure(10.0)
             figure.clear()
-            for axes, losses, title in zip(
-                figure.subplots(1, 2, sharey=True),
-                (pruned, distilled),
-                ("Pruned", f"After {n_steps} steps of distillation"),
-                strict=True,
-            ):
+            panels = {"Pruned": pruned, f"After {n_steps} steps of distillation": distilled}
+            both = figure.subplots(1, 2, sharey=True)
+            for axes, (title, losses) in zip(both, panels.items(), strict=True):
                 for way in ways:
                     style = "--" if way == "random" else "-"
                     axes.plot(removed, [losses[way, x] for x in removed], style, marker=".", label=way)

@@ -1,25 +1,24 @@
-"""Pruning: everything that can be cut out of a transformer, and whether to make it narrower or shallower.
+"""Pruning: the width of a transformer: neurons, heads, and channels of the residual stream.
 
-Idea: besides neurons and heads (main_pruning.py), channels of the residual stream and whole blocks can go.
-Each is exact in one sense: the small model computes what the whole one does with the removed part set to
-zero. Channels need care, since layer norm averages over them: cut plainly it divides by the channels that
-are left; keeping the whole model's divisor makes it exact. Blocks are ranked by the loss without each, and
-by how much each turns the direction of the residual stream. Then depth against width at equal parameters.
+Idea: besides neurons and heads (main_pruning.py), channels of the residual stream can go: a column of every
+matrix that reads it, a row of every one that writes it. They need care, since layer norm averages over them:
+cut plainly it divides by the channels that are left; keeping the whole model's divisor makes the cut exact.
+
+Exact: neurons, heads, and channels with the whole model's divisor equal the whole model with these parts set
+to zero. Approximate: leaving them out, and layer norm over the channels that are left.
 
 Run: python main_pruning_parts.py
 
-Source: Muralidharan et al., Compact Language Models via Pruning and Knowledge Distillation (Minitron), 2024
-(channels, depth against width); Men et al., ShortGPT, 2024 (block influence).
+Source: Muralidharan et al., Compact Language Models via Pruning and Knowledge Distillation (Minitron), 2024.
 """
 
 import copy
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from inference_utils import sample_prompts
-from main_pruning import compute_importance, keep_largest, mask, prune, prune_linear, with_kv_cache
+from main_pruning import keep_largest, mean_over_text, prune_linear
 
 
 class LayerNorm_Pruned(nn.LayerNorm):
@@ -89,69 +88,18 @@ def mask_channels(model, importance, n_channels):
     return model
 
 
-def remove_blocks(model, layers):
-    """Takes whole blocks out, in place; those that stay move up. Raises ValueError for an unknown or all."""
-    L, layers = len(model.blocks), set(layers)
-    if not layers <= set(range(L)) or len(layers) == L:
-        raise ValueError(f"cannot remove blocks {sorted(layers)} of 0 to {L - 1}: at least one has to stay")
-    model.blocks = nn.ModuleList(block for layer, block in enumerate(model.blocks) if layer not in layers)
-    return model
-
-
-@torch.no_grad()
-def mask_blocks(model, layers):
-    """remove_blocks' naive twin: these blocks add zero to the residual stream."""
-    for layer in layers:
-        for linear in (model.blocks[layer].mha.out_proj, model.blocks[layer].ffwd.net[2]):
-            linear.weight.zero_()
-            linear.bias.zero_()
-    return model
-
-
-@torch.no_grad()
-def watch_modules(model, modules, measure, data, n_windows, seqlen, batch_size=8):
-    """Mean over the tokens of some text of measure(input [B, T, E], output [B, T, E]) of each module.
-
-    Args: measure: gives [B, T] or [B, T, channels]; data: token ids [N], n_windows of seqlen are read.
-    Returns: [modules] or [modules, channels], float64.
-    """
-    windows = sample_prompts(data, n_windows, seqlen).to(next(model.parameters()).device)  # [n, T]
-    totals = [0] * len(modules)
-
-    def watch(i):
-        def hook(_module, args, out):
-            out = out[0] if isinstance(out, tuple) else out
-            totals[i] = totals[i] + measure(args[0], out).sum(dim=(0, 1)).cpu().double()
-
-        return modules[i].register_forward_hook(hook)
-
-    hooks = []
-    try:
-        hooks = [watch(i) for i in range(len(modules))]
-        for batch in windows.split(batch_size):
-            model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack(totals) / windows.numel()
-
-
 def channel_importance(model, data, n_windows, seqlen):
-    """Mean size of what each channel gives its readers, summed over the layer norms: [E]."""
-    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    return watch_modules(model, norms, lambda x, out: out.abs(), data, n_windows, seqlen).sum(dim=0)
+    """Mean size of what each channel gives its readers, summed over the layer norms: [E].
 
-
-def block_influence(model, data, n_windows, seqlen):
-    """1 - cosine similarity of what enters and what leaves each block, mean over tokens: [L].
-
-    A block that hardly turns the residual stream hardly matters, says ShortGPT.
+    Args: data: token ids [N], of which n_windows windows of seqlen tokens are read.
     """
 
-    def turn(x, out):
-        return 1 - F.cosine_similarity(x, out, dim=-1)  # [B, T]
+    def sizes(_x, out):
+        return out.abs().sum(dim=(0, 1))  # [E]
 
-    return watch_modules(model, list(model.blocks), turn, data, n_windows, seqlen)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    windows = sample_prompts(data, n_windows, seqlen)  # [n, T]
+    return torch.stack(mean_over_text(model, [(norm, sizes) for norm in norms], windows)).sum(dim=0)
 
 
 if __name__ == "__main__":
@@ -159,162 +107,98 @@ if __name__ == "__main__":
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
-    from main_distillation import distill
-    from main_kvcache import generate_kvcache
+    from main_pruning import DECODE_COLUMNS, compute_importance, decode_rows, mask, prune
 
     parser = rep.options(__doc__, repeats=3)
-    parser.add_argument(
-        "--steps", type=rep.positive_int, default=120, help="distillation steps of each model"
-    )
-    parser.add_argument("--blocks", type=int, default=2, help="blocks to remove, or as many parameters")
     with rep.script(parser) as args:
         p, dev, quick = get_gptlite_model_parameters(), args.device, args.quick
-        W, L, H, E = p.seqlen, p.n_layers, p.n_heads, p.d_model
-        if not 1 <= args.blocks < L:
-            raise ValueError(f"--blocks is 1 to {L - 1}, not {args.blocks}")
-        n_steps = min(args.steps, 2) if quick else args.steps
-        batch_size, seqlen, n_windows, n_texts, n_tokens = (2, 64, 4, 8, 16) if quick else (8, W, 32, 32, 128)
+        W, H, E, F = p.seqlen, p.n_heads, p.d_model, 4 * p.d_model
+        n_windows, n_texts, n_tokens = (4, 8, 16) if quick else (32, 32, 128)
+        shares = [2 / H] if quick else [1 / H, 2 / H, 3 / H]  # removed of every layer, in whole heads
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite, vocab_size, args.checkpoint, dropout_p=0.0).to(dev)
         heads, neurons = compute_importance(model, train_data, n_texts // 8, 8, W)
         channels = channel_importance(model, train_data, n_texts, W)
-        turns = block_influence(model, train_data, n_texts, W)
 
-        # Blocks, one at a time; the choice is made on training text
-        texts = {"training": train_data, "validation": valid_data}
-        whole = {text: utils.validation_loss(model, data, n_windows) for text, data in texts.items()}
-        base, ranks = whole["validation"], []
-        for layer, turn in enumerate(turns.tolist()):
-            row = {"block": layer, "1 - cosine of input and output": turn}
-            smaller = remove_blocks(copy.deepcopy(model), [layer])
-            for text, data in texts.items():
-                row[f"rise of the {text} loss"] = (
-                    utils.validation_loss(smaller, data, n_windows) - whole[text]
-                )
-            ranks.append(row)
-        without = [row["rise of the training loss"] for row in ranks]
-        by_loss = sorted(range(L), key=lambda layer: without[layer])
-        by_turn = turns.argsort().tolist()
+        def cut(what, share, masked=False):
+            """The model without a share of one kind of part, sliced out or set to zero."""
+            student = copy.deepcopy(model)
+            n_heads, n_neurons, n_channels = (round(n * (1 - share)) for n in (H, F, E))
+            if what == "heads":
+                return (mask if masked else prune)(student, heads, neurons, n_heads, F)
+            if what == "neurons":
+                return (mask if masked else prune)(student, heads, neurons, H, n_neurons)
+            if masked:
+                return mask_channels(student, channels, n_channels)
+            return prune_channels(student, channels, n_channels, exact=what == "channels, exact")
 
-        def make(what, n, masked=False):
-            """The model without n sixths of one kind of part, sliced or masked."""
-            m, left = copy.deepcopy(model), 1 - n / L
-            if what == "blocks":
-                return (mask_blocks if masked else remove_blocks)(m, by_loss[:n])
-            if what.startswith("channels"):
-                importance, n_channels = channels, round(E * left)
-                if masked:
-                    return mask_channels(m, importance, n_channels)
-                return prune_channels(m, importance, n_channels, exact=what == "channels, exact")
-            n_heads = round(H * left) if "heads" in what else H
-            n_neurons = round(4 * E * left) if "neurons" in what else 4 * E
-            return (mask if masked else prune)(m, heads, neurons, n_heads, n_neurons)
-
-        columns = {"valid_loss": ("pruned", "{:.4f}"), "distilled_loss": ("distilled", "{:.4f}")}
-        sizes = {"batch_size": 1, "prompt_len": 64, "n_tokens": n_tokens, "steps": n_steps}
-        report = rep.Report(args, "what can be pruned", model, columns, **sizes, n_texts=n_texts)
+        config = {"batch_size": 1, "prompt_len": 64, "n_tokens": n_tokens, "n_texts": n_texts}
+        report = rep.Report(args, "what can be narrower", model, DECODE_COLUMNS, **config)
         for key in ("tpot_p99_ms", "forward_tokens", "same_output"):  # no news here: left out of the table
             report.columns.pop(key)
-        report.sweep("Blocks, removed one at a time", ranks)
 
-        # Every kind of part: sliced is masked, and what it costs without training
+        # Sliced is masked, and what each kind of part costs without training
         tokens = utils.sample_prompts(valid_data, 2, W).to(dev)  # [B, T]
-        amounts = [args.blocks] if quick else sorted({*range(1, L // 2 + 1), args.blocks})
-        kinds, parts = ["neurons", "heads", "channels, exact", "channels, plain", "blocks"], []
-        for what in kinds:
-            for n in amounts:
-                smaller = make(what, n)
-                row = {"part": what, "removed": f"{n}/{L}", "parameters": utils.n_parameters(smaller)}
-                row["rise of the loss"] = utils.validation_loss(smaller, valid_data, n_windows) - base
-                parts.append(row)
+        base = utils.validation_loss(model, valid_data, n_windows)
+        students, sweep, off = {"whole": model}, [], {}
+        for what in ("neurons", "heads", "channels, exact", "channels, plain"):
+            for share in shares:
+                student = cut(what, share)
+                row = {"part": what, "removed": f"{share:.0%}", "parameters": utils.n_parameters(student)}
+                loss = utils.validation_loss(student, valid_data, n_windows)
+                sweep.append(row | {"rise of the loss": loss - base})
+            students[what] = cut(what, 2 / H)
             with torch.no_grad():
-                sliced, masked = (make(what, args.blocks, how)(tokens) for how in (False, True))
-            off = utils.largest_difference(sliced, masked)
-            if what == "channels, plain":
-                difference = off
-            else:
-                name = f"{what}: sliced is masked, logits differ by {off:.0e}, at most 1e-04"
-                report.check(name, off <= 1e-4)
-        report.sweep("Parts removed, not trained", parts)
-
-        # Depth against width: the same number of parameters, the same batches
-        students = {"whole": model}
-        for what in ("blocks", "heads and neurons", "channels, plain"):
-            students[what] = make(what, args.blocks)
-        counts = [utils.n_parameters(student) for student in students.values()][1:]
-        name = f"{' and '.join(list(students)[1:])}: parameters within 1% of each other"
-        report.check(name, max(counts) <= 1.01 * min(counts))
-        losses = {name: [utils.validation_loss(m, valid_data, n_windows)] for name, m in students.items()}
-        for name, student in list(students.items())[1:]:
-            torch.manual_seed(args.seed)
-            distill(student, model, train_data, n_steps, p.lr / 2, batch_size, seqlen)
-            losses[name].append(utils.validation_loss(student, valid_data, n_windows))
-            if n_steps >= 20:
-                report.check(f"{name}: distillation lowers the loss", losses[name][1] < losses[name][0])
+                masked = cut(what, 2 / H, masked=True)(tokens)  # [B, T, V]
+                off[what] = utils.largest_difference(students[what](tokens), masked)
+            if what != "channels, plain":
+                name = f"{what}: sliced is masked, logits differ by {off[what]:.0e}, at most 1e-04"
+                report.check(name, off[what] <= 1e-4)
+        report.sweep("Parts removed of every layer, not trained", sweep)
         prompt = utils.sample_prompts(valid_data, 1, 64).to(dev)  # [1, T]
-        methods = []
+        timed, rise = decode_rows(students, prompt, n_tokens, args.repeats, args.dtype), {}
         for name, student in students.items():
-            cached = with_kv_cache(student).to(args.dtype)
-            run = lambda m=cached: generate_kvcache(m, prompt, n_tokens, W)  # noqa: E731
-            methods.append(utils.Method(name, run, [cached]))
-        results = utils.measure(methods, n_tokens, args.repeats)
-        for name, run, (cached,), _ in methods:
-            with torch.no_grad():
-                kv_cache = [t for kv in cached(prompt)[1] for t in kv]
+            loss = utils.validation_loss(student, valid_data, n_windows)
+            rise[name] = loss - base
             report.row(
-                name if name == "whole" else f"{args.blocks}/{L} of the {name.removesuffix(', plain')}",
-                results[name],
-                baseline=name == "whole",
-                n_parameters=utils.n_parameters(cached),
-                kv_bytes_per_token=utils.cache_bytes_per_token(kv_cache, prompt.shape[1], 1),
-                peak_memory_mb=utils.peak_memory_mb(run, cached, inputs=[prompt]),
-                valid_loss=losses[name][0],
-                distilled_loss=losses[name][1] if len(losses[name]) > 1 else None,
+                name if student is model else f"{2 / H:.0%} of the {name}",
+                baseline=student is model,
+                n_parameters=utils.n_parameters(student),
+                valid_loss=loss,
+                **timed[name],
             )
 
-        report.why(
-            f"On training text block {by_loss[0]} costs least ({without[by_loss[0]]:+.3f} nats) and block "
-            f"{by_loss[-1]} most ({without[by_loss[-1]]:+.3f}). From the least to the most important: "
-            f"{by_loss} by loss, {by_turn} by cosine. The loss needs {L} evaluations, the cosine one pass. "
-            "Training that leaves out later blocks at random (main_training.py) makes them easy to remove."
-        )
-        left = round(E * (1 - args.blocks / L))
-        same = [row for row in parts if row["removed"] == f"{args.blocks}/{L}"]
-        rises = {row["part"]: row["rise of the loss"] for row in same}
+        left = round(E * (1 - 2 / H))
         report.why(
             f"Layer norm over {left} stored channels instead of {E} with {E - left} zeros divides by other "
-            f"means and variances: logits move by up to {difference:.2f}, the loss rises by "
-            f"{rises['channels, plain']:+.3f} instead of {rises['channels, exact']:+.3f} nats, untrained. "
+            f"means and variances: logits move by up to {off['channels, plain']:.2f}, the loss rises by "
+            f"{rise['channels, plain']:+.3f} instead of {rise['channels, exact']:+.3f} nats, untrained. "
             "Every block reads and writes every channel, so one that is missing is missing everywhere."
         )
-        limits, shares = rep.measure_ceilings(dev, args.dtype), []
-        for name, _, (cached,), _ in methods:
-            weights = utils.n_parameters(cached) - (vocab_size + W) * cached.ln.weight.numel()
-            cost = rep.Cost(2 * weights, args.dtype.itemsize * weights)  # embeddings: one row a token
-            bound, tpot = rep.lower_bound_ms(cost, limits), results[name].tpot_ms
-            shares.append(f"{name} {cost.n_bytes / 1e6:.0f} MB, {tpot:.2f} ms ({rep.share_of(bound, tpot)})")
+        costs = []
+        for name in ("neurons", "heads", "channels, plain"):
+            millions = (utils.n_parameters(model) - utils.n_parameters(students[name])) / 1e6
+            costs.append(f"{name} {rise[name] / millions:.3f} ({millions:.2f} M for {rise[name]:+.3f})")
+        report.why(f"Nats for a million parameters that go, untrained: {'; '.join(costs)}.")
+        steps = [
+            f"{name} {row['step_mb']:.1f} MB ({row['of_limit']:.0%} of the limit)"
+            for name, row in timed.items()
+        ]
         report.why(
-            f"A step reads: {'; '.join(shares)} of the limit. Fewer blocks are also fewer operations in a "
-            f"row, {L - args.blocks} of {L}; a narrower model has as many, each on smaller matrices."
-        )
-        ends = {name: pair[1] - losses["whole"][0] for name, pair in losses.items() if len(pair) > 1}
-        report.why(
-            f"At equal parameters {n_steps} steps of {batch_size} x {seqlen} tokens end at "
-            f"{', '.join(f'{name} {end:+.3f}' for name, end in ends.items())} nats from the whole model."
+            f"A step reads, with 2 operations for every number of {args.dtype.itemsize} bytes: "
+            f"{'; '.join(steps)}. Channels make every matrix narrower and leave the cache; heads take their "
+            "cache along; neurons touch two matrices of a block alone."
         )
         if args.plot:
             figure, axes = rep.new_figure()
-            for i, what in enumerate(kinds):
-                rows = [row for row in parts if row["part"] == what]
-                points = [(utils.n_parameters(model), 0.0)]
-                points += [(row["parameters"], row["rise of the loss"]) for row in rows]
-                x, y = zip(*points, strict=True)
-                axes.plot([v / 1e6 for v in x], y, marker=".", color=f"C{i}", label=what)
-            for marker, (name, end) in zip("v^s", ends.items(), strict=True):
-                size = utils.n_parameters(students[name]) / 1e6
-                axes.plot(size, end, marker, color="k", label=f"{name}, {n_steps} steps")
+            for what in list(students)[1:]:
+                points = [
+                    (row["parameters"], row["rise of the loss"]) for row in sweep if row["part"] == what
+                ]
+                x, y = zip((utils.n_parameters(model), 0.0), *points, strict=True)
+                axes.plot([n / 1e6 for n in x], y, marker=".", label=what)
             axes.set(xlabel="parameters (millions)", ylabel="rise of the validation loss (nats)")
-            axes.set_title("What can be removed, and what it costs")
-            axes.legend(fontsize=8)
+            axes.set_title("What can be narrower, and what it costs untrained")
+            axes.legend()
             rep.save_figure(figure, args.plot)
         report.finish()

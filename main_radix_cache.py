@@ -197,88 +197,66 @@ if __name__ == "__main__":
     import inference_report as rep
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
+    from data.workloads import make_workloads
     from gptlite import GPTlite, get_gptlite_model_parameters
     from gptlite_paged import GPTlite_Paged
-    from main_block_cache import (
-        FIGURES,
-        BlockCache,
-        BlockCacheScheduler,
-        compare,
-        each_as_alone,
-        make_workloads,
-        prompt_alone,
-        serve_chats,
-        working_set,
-    )
+    from inference_serving import FIGURES, prompt_alone, serve_workload
+    from main_block_cache import BlockCache, BlockCacheScheduler
 
     parser = rep.options(__doc__, repeats=2)
     parser.add_argument("--batch-size", type=rep.positive_int, default=1, help="texts served at a time")
     parser.add_argument("--n-requests", type=rep.positive_int, help="requests of a workload (default: 12)")
     with rep.script(parser) as args:
-        p, dev, quick, B, size = get_gptlite_model_parameters(), args.device, args.quick, args.batch_size, 16
-        n_requests = args.n_requests or (4 if quick else 12)
-        margin = max(1e-3, 2 * utils.TOLERANCE[args.dtype])  # two best logits that are closer are a tie
+        p, B, size = get_gptlite_model_parameters(), args.batch_size, 16  # size: of the blocks beside it
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
-        utils.check_length(valid_data, p.seqlen)
+        n_requests = args.n_requests or (4 if args.quick else 12)
+        generator = torch.Generator().manual_seed(args.seed)
+        workloads = make_workloads(valid_data, n_requests, 4 if args.quick else 28, generator)
         model, paged = (
-            utils.load_model(c, vocab_size, args.checkpoint).to(dev, args.dtype)
+            utils.load_model(c, vocab_size, args.checkpoint).to(args.device, args.dtype)
             for c in (GPTlite, GPTlite_Paged)
         )
-        generator = torch.Generator().manual_seed(args.seed)
-        workloads = make_workloads(valid_data, n_requests, 4 if quick else 28, generator)
         config = {"batch_size": B, "block_size": size, "n_requests": n_requests}
         columns = {key: column for key, column in FIGURES.items() if key != "found_share"}
         report = rep.Report(args, "radix prefix cache", paged, columns, **config)
-        clean = True
-        ways = {  # each with the memory of n blocks
-            "no cache": lambda n: PagedScheduler(paged, BlockPool(paged, n, size), max_running=B),
-            "blocks": lambda n: BlockCacheScheduler(paged, BlockCache(paged, n, size), max_running=B),
-            "radix, in order": lambda n: RadixScheduler(
-                paged, RadixCache(paged, n * size), False, max_running=B
-            ),
-            "radix": lambda n: RadixScheduler(paged, RadixCache(paged, n * size), max_running=B),
-        }
-        found, side_by_side = {}, []  # found: tokens by workload, way and pool
-        for name, (chats, n_new) in workloads.items():
-            enough = p.seqlen // size  # blocks of the longest text
-            sequences, _ = serve_chats(ways["no cache"](B * enough), chats, n_new)
-            reference, kept = [s.ids for s in sequences], working_set(sequences, size) // size
-            rooms = {"2x": 2 * kept + enough, "0.5x": max(kept // 2, enough)}
-            methods = {"no cache": ("no cache", B * enough)}
-            methods |= {f"{way}, {x}": (way, n) for x, n in rooms.items() for way in list(ways)[1:]}
-            schedulers = {method: partial(ways[way], n) for method, (way, n) in methods.items()}
-            results = compare(paged, schedulers, chats, n_new, args.repeats)
-            for method, (scheduler, sequences, figures) in results.items():
-                same = method != "no cache" and [s.ids for s in sequences] == reference
-                same = same or each_as_alone(model, sequences, margin)  # where two logits tie
-                report.check(f"{name}, {method}: each request gets the tokens it gets alone", same)
-                figures["same_output"] = same
-                report.row(
-                    f"{name}: {method}",
-                    baseline=method == "no cache",
-                    pool_blocks=methods[method][1],
-                    working_set_blocks=kept,
-                    **figures,
-                )
-                found[name, method] = figures["n_found"]
-                pool = scheduler.pool
-                clean &= len(pool.free) == pool.n_blocks and not any(pool.ref)
-                if isinstance(pool, RadixCache):
+        longest = p.seqlen // size  # blocks of the longest text
+
+        def no_cache():
+            return PagedScheduler(paged, BlockPool(paged, B * longest, size), max_running=B)
+
+        def blocks(n_blocks):
+            return BlockCacheScheduler(paged, BlockCache(paged, n_blocks, size), max_running=B)
+
+        def radix(n_blocks, longest_first=True):
+            return RadixScheduler(paged, RadixCache(paged, n_blocks * size), longest_first, max_running=B)
+
+        def ways(kept):
+            makers = {
+                "blocks": blocks,
+                "radix, in order": partial(radix, longest_first=False),
+                "radix": radix,
+            }
+            rooms = {"2x": 2 * kept + longest, "0.5x": max(kept // 2, longest)}
+            return {f"{way}, {x}": partial(makers[way], n) for x, n in rooms.items() for way in makers}
+
+        side_by_side, clean = [], True
+        for name, workload in workloads.items():
+            results = serve_workload(report, model, paged, (name, workload), size, no_cache, ways)
+            for scheduler, _, figures in results.values():
+                clean &= figures["all_free"]
+                if isinstance(pool := scheduler.pool, RadixCache):
                     slots = [slot for node in pool.nodes() for slot in node.slots]
                     clean &= len(slots) == len(set(slots)) and set(slots) == pool.cached
-            n_prompts, radix, blocks = (
-                len(sequences),
-                found[name, "radix, in order, 2x"],
-                found[name, "blocks, 2x"],
-            )
-            report.check(f"{name}: the tree finds no less than blocks", radix >= blocks)
-            row = {"workload": name, "prompt tokens": sum(s.n_prompt for s in sequences), "in blocks": blocks}
-            row |= {"in the tree": radix, "more a prompt": (radix - blocks) / n_prompts}
-            row |= {"half the room, in order": found[name, "radix, in order, 0.5x"]}
-            side_by_side.append(row | {"longest first": found[name, "radix, 0.5x"]})
-        report.sweep(
-            "Prompt tokens found, with room for all; then the order, with room for half", side_by_side
-        )
+            found = {method: figures["n_found"] for method, (_, _, figures) in results.items()}
+            more, sequences = found["radix, in order, 2x"] - found["blocks, 2x"], results["no cache"][1]
+            report.check(f"{name}: the tree finds no less than blocks", more >= 0)
+            line = {"workload": name, "prompt tokens": sum(s.n_prompt for s in sequences)}
+            line |= {"in blocks": found["blocks, 2x"], "in the tree": found["radix, in order, 2x"]}
+            line |= {"more a prompt": more / len(sequences), "half the room, blocks": found["blocks, 0.5x"]}
+            line |= {"half the room, in order": found["radix, in order, 0.5x"]}
+            side_by_side.append(line | {"longest first": found["radix, 0.5x"]})
+        title = "Prompt tokens found, with room for all; then the order, with room for half"
+        report.sweep(title, side_by_side)
         report.check("at the end all slots are free, and each is in the tree once or not at all", clean)
 
         # One prompt alone, with more and more of it in the cache
@@ -288,36 +266,27 @@ if __name__ == "__main__":
         schedulers = {
             n: partial(RadixScheduler, paged, RadixCache(paged, T)) for n in lengths
         }  # room for one
-        results = prompt_alone(paged, schedulers, texts, 2 if quick else max(args.repeats, 10))
-        ttft = {n: m.ttft_ms for n, m in results.items()}
-        as_planned = all(m.output == [(0, T, n)] for n, m in results.items())
-        report.check(f"of {T} tokens {', '.join(map(str, lengths))} are found", as_planned)
-        limits = rep.measure_ceilings(dev, args.dtype)
-        cost = {n: rep.forward_cost(p, vocab_size, 1, T - n, n, args.dtype) for n in lengths}
-        least = {n: rep.lower_bound_ms(cost[n], limits) for n in lengths}
-        names = ("found", "computed", "TTFT ms", "at least ms", "times faster", "GFLOP")
-        lines = [(n, T - n, ttft[n], least[n], ttft[0] / ttft[n], cost[n].flops / 1e9) for n in lengths]
-        report.sweep(f"A prompt of {T} tokens alone", [dict(zip(names, line, strict=True)) for line in lines])
+        ttft, least, cost, _ = prompt_alone(report, paged, p, schedulers, texts)
         full = RadixCache(paged, 8 * T)
         for text in texts[:8]:
             full.insert(text, full.allocate(T))
         walk_ms = utils.median_ms(lambda: full.n_found(texts[7]), 20)
 
-        more = [f"{row['workload']} {row['more a prompt']:.1f}" for row in side_by_side]
         half = (size - 1) / 2
+        more = (f"{line['workload']} {line['more a prompt']:.1f}" for line in side_by_side)
         report.why(
             f"To the token instead of to the block of {size} the tree finds more tokens of each prompt: "
             f"{'; '.join(more)}. Where a shared beginning may end anywhere in a block {half:g} are expected, "
             f"{half * cost[0].flops / T / 1e9:.2f} GFLOP."
         )
-        orders = [
-            f"{row['workload']} {row['half the room, in order']} and {row['longest first']}"
-            for row in side_by_side
-        ]
+        orders = (
+            f"{line['workload']} {line['half the room, in order']} and {line['longest first']}"
+            for line in side_by_side
+        )
         report.why(
             f"Tokens found with half the room, in order of arrival and longest first: {'; '.join(orders)}. "
-            f"The order matters where something is evicted and more requests wait than run ({B} at a time "
-            "here): who comes while his text is there saves computing it again."
+            f"The order matters where something is evicted and more requests wait than run ({B} here): who "
+            "comes while his text is there saves computing it again."
         )
         report.why(
             f"With 192 of {T} tokens found the TTFT is {ttft[0] / ttft[192]:.1f} times lower, with 199 "
@@ -327,17 +296,18 @@ if __name__ == "__main__":
             "(GPUs), a prompt alone gains nothing."
         )
         rows = {row["method"]: row["tokens_per_s"] for row in report.data["rows"]}
-        ways = ("no cache", "blocks, 2x", "radix, 2x")
-        speed = [f"{way} {rows[f'no sharing: {way}'] or 0:.0f}" for way in ways]
+        methods = ("no cache", "blocks, 2x", "radix, 2x")
+        speeds = (f"{method} {rows[f'no sharing: {method}'] or 0:.0f}" for method in methods)
         report.why(
             f"Walking down the tree for {T} tokens takes {walk_ms:.3f} ms, {walk_ms / ttft[0]:.2%} of "
             "computing them; longest first walks for each request that waits. Where nothing is shared the "
-            f"tokens/s are: {', '.join(speed)}. Tables of tokens are {size} times as long as those of blocks."
+            f"tokens/s are: {', '.join(speeds)}. Tables of tokens are {size} times as long as of blocks."
         )
         if args.plot:
             figure, axes = rep.new_figure()
-            for i, way in enumerate(("blocks, 0.5x", "radix, in order, 0.5x", "radix, 0.5x")):
-                heights = [100 * found[r["workload"], way] / r["prompt tokens"] for r in side_by_side]
+            ways = {"blocks": "half the room, blocks", "radix, in order": "half the room, in order"}
+            for i, (way, key) in enumerate((ways | {"radix": "longest first"}).items()):
+                heights = [100 * line[key] / line["prompt tokens"] for line in side_by_side]
                 axes.bar([x + 0.27 * (i - 1) for x in range(len(heights))], heights, 0.27, label=way)
             axes.set_xticks(range(len(workloads)), list(workloads))
             axes.set(ylabel="share of the prompts found (%)", title="Prefix caches with half the room needed")

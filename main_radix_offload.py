@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from inference_utils import write_atomically
+import inference_utils as utils
+from gptlite_paged import BlockPool, GPTlite_Paged, Sequence
 from main_block_cache import block_keys
-from main_radix_cache import RadixCache
+from main_radix_cache import RadixCache, RadixScheduler
 
 
 def fingerprint(model):
@@ -74,7 +75,7 @@ class PageStore:
         """A file is the hash of key and data, then the data; it is there as a whole or not at all."""
         data = to_bytes(page)
         check = hashlib.sha256(key + data).digest()
-        write_atomically(self.path(key), lambda path: path.write_bytes(check + data))
+        utils.write_atomically(self.path(key), lambda path: path.write_bytes(check + data))
         self.files[key] = None
         self.bytes_written += len(data)
         while len(self.files) > self.n_files:
@@ -158,166 +159,157 @@ class OffloadingCache(RadixCache):
             sequence.done = stop
 
 
+def from_each_level(paged, ids, n, page_size, folder, n_runs):
+    """Times one prompt whose first n tokens are nowhere, or in files, host memory or the tree.
+
+    Returns: what is found, kv [L, n, 2, H, D], and {level: Measurement}; its output is the pool.
+    """
+    T, other = len(ids), (ids[n] + 1) % paged.fc_out.out_features
+
+    def new_pool(store):
+        return OffloadingCache(paged, T, store, page_size)
+
+    def ask(pool, ids):
+        scheduler = RadixScheduler(paged, pool)
+        scheduler.add(Sequence(0, list(ids), T + 1))
+        scheduler.step()
+        return pool
+
+    saved = ask(new_pool(PageStore(10**6)), ids)
+    data = saved.kv[:, saved.match(ids)[:n], 0]  # [L, n, 2, H, D]
+    saved.evict(T)
+    in_files = PageStore(0, folder)
+    for key, page in saved.store.host.items():
+        in_files.put(key, page)
+    stores = {"nowhere": PageStore(0), "files": in_files, "host": saved.store, "tree": PageStore(0)}
+    pools = {level: [new_pool(stores[level]) for _ in range(n_runs + 1)] for level in stores}  # one a run
+    for pool in pools["tree"]:
+        pool.insert(ids[:n], slots := pool.allocate(n))
+        pool.kv[:, slots, 0] = data
+        pool.release(slots)
+    asked = [*ids[:n], other, *ids[n + 1 :]]
+
+    def method(level):
+        waiting = iter(pools[level])
+        return utils.Method(level, lambda: ask(next(waiting), asked), [paged])
+
+    return data, utils.measure([method(level) for level in stores], 1, n_runs)
+
+
 if __name__ == "__main__":
-    from functools import partial
-    from tempfile import TemporaryDirectory
+    from tempfile import TemporaryDirectory, mkdtemp
 
     import inference_report as rep
-    import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
+    from data.workloads import make_workloads
     from gptlite import GPTlite, get_gptlite_model_parameters
-    from gptlite_paged import BlockPool, GPTlite_Paged, Sequence
-    from main_block_cache import (
-        compare,
-        each_as_alone,
-        make_workloads,
-        serve_chats,
-        working_set,
-    )
+    from inference_serving import each_as_alone, serve_chats, serve_workload
     from main_paged_attention import PagedScheduler
-    from main_radix_cache import RadixScheduler
 
     parser = rep.options(__doc__, repeats=2)
     parser.add_argument("--batch-size", type=rep.positive_int, default=1, help="texts served at a time")
     parser.add_argument("--n-requests", type=rep.positive_int, help="requests of a workload (default: 12)")
     with rep.script(parser) as args, TemporaryDirectory() as folder:
-        p, dev, quick, B, size = get_gptlite_model_parameters(), args.device, args.quick, args.batch_size, 16
-        n_requests = args.n_requests or (8 if quick else 12)
-        margin, enough = max(1e-3, 2 * utils.TOLERANCE[args.dtype]), p.seqlen  # tokens of the longest text
+        p, B, size = get_gptlite_model_parameters(), args.batch_size, 16  # size: tokens of a page
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
-        utils.check_length(valid_data, p.seqlen)
+        n_requests = args.n_requests or (8 if args.quick else 12)
+        generator = torch.Generator().manual_seed(args.seed)
+        workloads = make_workloads(valid_data, n_requests, 4 if args.quick else 28, generator)
         model, paged = (
-            utils.load_model(c, vocab_size, args.checkpoint).to(dev, args.dtype)
+            utils.load_model(c, vocab_size, args.checkpoint).to(args.device, args.dtype)
             for c in (GPTlite, GPTlite_Paged)
         )
-        root, folders = fingerprint(paged), (Path(folder) / str(i) for i in range(10**6))
-        generator = torch.Generator().manual_seed(args.seed)
-        workloads = make_workloads(valid_data, n_requests, 4 if quick else 28, generator)
-        columns = {
-            "n_found": ("from tree", "{}"),
-            "n_host": ("from host", "{}"),
-            "n_file": ("from files", "{}"),
-            "mb_written": ("MB to files", "{:.0f}"),
-        }
+        columns = {"n_found": ("from tree", "{}"), "n_host": ("from host", "{}")}
+        columns |= {"n_file": ("from files", "{}"), "mb_written": ("MB to files", "{:.0f}")}
         config = {"batch_size": B, "page_size": size, "n_requests": n_requests}
         report = rep.Report(args, "offloaded prefix cache", paged, columns, **config)
-        clean = True
+        root = fingerprint(paged)
 
         def new_store(n_host, files=True):
-            folder = next(folders)
-            folder.mkdir()
-            return PageStore(n_host, folder if files else None)
+            return PageStore(n_host, mkdtemp(dir=folder) if files else None)
+
+        def no_cache():
+            return PagedScheduler(paged, BlockPool(paged, B * p.seqlen // size, size), max_running=B)
 
         def in_order(pool):  # longest first would answer all questions to a document while it is in the tree
             return RadixScheduler(paged, pool, longest_first=False, max_running=B)
 
-        def offloading(n_slots, store):
-            return in_order(OffloadingCache(paged, n_slots, store, size, root))
+        def offloading(kept, store):
+            return in_order(OffloadingCache(paged, room(kept), store, size, root))
 
-        levels = ("no cache", "tree", "tree, host", "tree, host, files")
+        def room(kept):  # slots: a quarter of what is used
+            return max(kept * size // 4, p.seqlen)
 
-        def scheduler_of(way, n_slots, n_pages):
-            if way == "no cache":
-                return PagedScheduler(paged, BlockPool(paged, B * enough // size, size), max_running=B)
-            if way == "tree":
-                return in_order(RadixCache(paged, n_slots))
-            store = new_store(n_pages // 4) if way.endswith("files") else new_store(n_pages // 2, False)
-            return offloading(n_slots, store)
+        def ways(kept):
+            return {
+                "tree": lambda: in_order(RadixCache(paged, room(kept))),
+                "tree, host": lambda: offloading(kept, new_store(kept // 2, files=False)),
+                "tree, host, files": lambda: offloading(kept, new_store(kept // 4)),
+            }
 
+        def loads(pool):
+            if not isinstance(pool, OffloadingCache):
+                return {}
+            loaded, written = pool.n_loaded, pool.store.bytes_written / 1e6
+            return {"n_host": loaded["host"], "n_file": loaded["file"], "mb_written": written}
+
+        rows = {}  # figures by workload and method
         for name in ("documents", "chats"):
-            chats, n_new = workloads[name]
-            sequences, _ = serve_chats(scheduler_of("no cache", 0, 0), chats, n_new)
-            reference, kept = [s.ids for s in sequences], working_set(sequences, size)
-            n_slots, n_pages = max(kept // 4, enough), kept // size  # a pool of a quarter of what is used
-            schedulers = {way: partial(scheduler_of, way, n_slots, n_pages) for way in levels}
-            results, computed = compare(paged, schedulers, chats, n_new, args.repeats), {}
-            for way, (scheduler, sequences, figures) in results.items():
-                pool = scheduler.pool
-                same = way != "no cache" and [s.ids for s in sequences] == reference
-                same = same or each_as_alone(model, sequences, margin)  # where two logits tie
-                report.check(f"{name}, {way}: each request gets the tokens it gets alone", same)
-                clean &= len(pool.free) == pool.n_blocks and not any(pool.ref)
-                if isinstance(pool, OffloadingCache):
-                    figures |= {"n_host": pool.n_loaded["host"], "n_file": pool.n_loaded["file"]}
-                    figures["mb_written"] = pool.store.bytes_written / 1e6
-                report.row(f"{name}: {way}", baseline=way == "no cache", same_output=same, **figures)
-                computed[way] = figures["forward_tokens"]
-            falling = list(computed.values()) == sorted(computed.values(), reverse=True)
+            workload = name, workloads[name]
+            results = serve_workload(report, model, paged, workload, size, no_cache, ways, loads)
+            rows |= {(name, method): figures for method, (_, _, figures) in results.items()}
+            computed = [figures["forward_tokens"] for _, _, figures in results.values()]
+            falling = computed == sorted(computed, reverse=True)
             report.check(f"{name}: no level makes more tokens be computed", falling)
 
             # Another process with the same folder; then one whose files were damaged
+            reference, kept = (
+                [s.ids for s in results["no cache"][1]],
+                rows[name, "tree"]["working_set_blocks"],
+            )
             left = results["tree, host, files"][0].pool.store
             for damaged in (False, True):
-                if damaged:
-                    for path in sorted(left.folder.glob("*.kv"))[::2]:
-                        content = bytearray(path.read_bytes())
-                        content[-1] ^= 1
-                        path.write_bytes(content)
-                scheduler = offloading(n_slots, PageStore(n_pages // 4, left.folder))
-                sequences, _ = serve_chats(scheduler, chats, n_new)
-                same = [s.ids for s in sequences] == reference or each_as_alone(model, sequences, margin)
+                for path in sorted(left.folder.glob("*.kv"))[::2] if damaged else ():
+                    content = bytearray(path.read_bytes())
+                    content[-1] ^= 1
+                    path.write_bytes(content)
+                scheduler = offloading(kept, PageStore(kept // 4, left.folder))
+                sequences, _ = serve_chats(scheduler, *workloads[name])
+                same = [s.ids for s in sequences] == reference or each_as_alone(model, sequences, args.dtype)
                 n_file, n_damaged = scheduler.pool.n_loaded["file"], scheduler.pool.store.n_damaged
                 title = f"{name}, files of an earlier run{', every second damaged' if damaged else ''}"
                 seen = (n_damaged > 0) == damaged and n_file > 0
                 report.check(f"{title}: {n_file} tokens, {n_damaged} refused, the same text", same and seen)
+        clean = all(row["all_free"] for row in rows.values())
         report.check("at the end all slots are free and all reference counts zero, in every pool", clean)
 
         # One prompt alone, 192 of its 200 tokens from each level
-        T, n, n_runs = 200, 192, 3 if quick else max(args.repeats, 10)
+        T, n = 200, 192
         ids = utils.sample_prompts(valid_data, 2, T)[1].tolist()
-        saved = offloading(T, new_store(10**6, files=False))
-        saved.add(Sequence(0, list(ids), T + 1))
-        saved.step()
-        data = saved.pool.kv[:, saved.pool.match(ids)[:n], 0]  # [L, n, 2, H, D]
-        saved.pool.evict(T)
-        in_files = new_store(0)
-        for key, page in saved.pool.store.host.items():
-            in_files.put(key, page)
-        stores = {"nowhere": new_store(0), "files": in_files, "host": saved.pool.store, "tree": new_store(0)}
-        waiting = {}  # a new pool for each run
-        for level, store in stores.items():
-            pools = [OffloadingCache(paged, T, store, size, root) for _ in range(n_runs + 1)]
-            for pool in pools if level == "tree" else ():
-                pool.insert(ids[:n], slots := pool.allocate(n))
-                pool.kv[:, slots, 0] = data
-                pool.release(slots)
-            waiting[level] = iter(pools)
-        asked = [*ids[:n], (ids[n] + 1) % vocab_size, *ids[n + 1 :]]
-
-        def method(level):
-            def run():
-                scheduler = RadixScheduler(paged, next(waiting[level]))
-                scheduler.add(Sequence(0, list(asked), T + 1))
-                scheduler.step()
-                return scheduler.pool
-
-            return utils.Method(level, run, [paged])
-
-        results = utils.measure([method(level) for level in stores], 1, n_runs)
+        n_runs = 3 if args.quick else max(args.repeats, 10)
+        data, results = from_each_level(paged, ids, n, size, mkdtemp(dir=folder), n_runs)
         bits = {level: m.output.kv[:, m.output.match(ids)[:n], 0] for level, m in results.items()}
         same = all(torch.equal(bits[level], data) for level in ("files", "host", "tree"))
         report.check("keys and values come back bit for bit from every level", same)
-        n_computed = {level: m.forward_tokens for level, m in results.items()}
-        right = n_computed == {"nowhere": T, "files": T - n, "host": T - n, "tree": T - n}
-        report.check(f"{n} of {T} tokens are found at each level", right)
         ttft = {level: m.ttft_ms for level, m in results.items()}
-        mb = data.nbytes / 1e6
+        each = {level: max(ms - ttft["tree"], 0) / n for level, ms in ttft.items()}
         lines = [
             {
                 "found in": level,
-                "computed": n_computed[level],
-                "MB loaded": mb if level in ("files", "host") else 0,
+                "computed": m.forward_tokens,
+                "MB loaded": data.nbytes / 1e6 if level in ("files", "host") else 0,
                 "TTFT ms": ttft[level],
-                "ms a found token": max(ttft[level] - ttft["tree"], 0) / n,
+                "ms a found token": each[level],
                 "times faster": ttft["nowhere"] / ttft[level],
             }
-            for level in stores
+            for level, m in results.items()
         ]
+        right = [line["computed"] for line in lines] == [T, T - n, T - n, T - n]
+        report.check(f"{n} of {T} tokens are found at each level", right)
         report.sweep(f"A prompt of {T} tokens alone, {n} of them found", lines)
 
-        each = {line["found in"]: line["ms a found token"] for line in lines}
         flops = rep.forward_cost(p, vocab_size, 1, T, 0, args.dtype).flops / T  # of a token
-        token_bytes, limits = data.nbytes / n, rep.measure_ceilings(dev, args.dtype)
+        token_bytes, limits = data.nbytes / n, rep.measure_ceilings(args.device, args.dtype)
         least = 1000 * flops / limits.flops_per_s
         report.why(
             f"A token costs {flops / 1e6:.0f} MFLOP to compute and {token_bytes / 1e3:.1f} kB to load: "
@@ -325,15 +317,14 @@ if __name__ == "__main__":
             f"{rep.share_of(least, each['nowhere'])} reached), {each['host']:.3f} ms from host memory, "
             f"{each['files']:.3f} ms from files, which are read, hashed and copied."
         )
-        pays = token_bytes / max(each["nowhere"], 1e-9) / 1e6  # GB/s
         report.why(
-            f"Loading pays from a level that gives more than {pays:.3f} GB/s. Where 50 TFLOP/s are computed, "
-            f"on a busy GPU, that is {token_bytes * 50e12 / flops / 1e9:.0f} GB/s, more than most links "
-            "give: a model this small computes anew there. Larger ones compute more for each byte, and gain."
+            "Loading pays from a level that gives more than "
+            f"{token_bytes / max(each['nowhere'], 1e-9) / 1e6:.3f} GB/s. Where 50 TFLOP/s are computed, on a "
+            f"busy GPU, that is {token_bytes * 50e12 / flops / 1e9:.0f} GB/s, more than most links give: a "
+            "model this small computes anew there. Larger ones compute more for each byte, and gain."
         )
-        rows = {row["method"]: row for row in report.data["rows"]}
         for name in ("documents", "chats"):
-            row, less = rows[f"{name}: tree, host, files"], rows[f"{name}: tree"]
+            row, less = rows[name, "tree, host, files"], rows[name, "tree"]
             report.why(
                 f"{name}, a pool of a quarter of what is used: {row['n_found']} prompt tokens found in the "
                 f"tree, {row['n_host']} in host memory, {row['n_file']} in files; "

@@ -100,6 +100,7 @@ if __name__ == "__main__":
             raise ValueError("--ceilings: two numbers above 0, TFLOP/s and GB/s")
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite_StaticKVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
+        tokens = utils.sample_prompts(valid_data, 64, W).to(dev)  # [64, W]
         limits, repeats = rep.measure_ceilings(dev, args.dtype), 3 if quick else args.repeats
         described = rep.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
         columns = {"gflop": ("GFLOP", "{:.3f}"), "n_mb": ("MB", "{:.1f}"), "intensity": ("FLOP/B", "{:.1f}")}
@@ -108,7 +109,6 @@ if __name__ == "__main__":
         columns |= {"predicted_ms": ("predicted ms", "{:.4f}")} if described else {}
         ceilings = {"flops_per_s": limits.flops_per_s, "bytes_per_s": limits.bytes_per_s}
         report = rep.Report(args, "roofline", model, columns, context=context, ceilings=ceilings)
-        tokens = utils.sample_prompts(valid_data, 64, W).to(dev)  # [64, W]
         points, exact = {}, []
 
         @torch.no_grad()
@@ -208,13 +208,20 @@ if __name__ == "__main__":
         q = torch.randn_like(k[:, ..., :1, :])  # [L, B, H, 1, D]
         attention_ms = utils.median_ms(lambda: list(map(attend, q, k, v)), repeats, dev)
         read_mb = most * (context + 1) * kv_bytes / 1e6
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+        inputs = {n: torch.randn(1, n, device=dev).to(args.dtype) for n in (d, 4 * d)}  # [1, E], [1, 4E]
+        with torch.no_grad():
+            run = lambda: [layer(inputs[layer.in_features]) for layer in layers]  # noqa: E731
+            products_ms = utils.median_ms(run, repeats, dev)
         report.why(
             f"By this bound decode is limited by computing {knee} (tried: {', '.join(map(str, batches))}). "
-            f"One sequence takes {one['ms'] - one['least_ms']:.1f} ms more than the bound, for about a "
-            f"hundred small operations. With {most} it is {many['ms'] - many['least_ms']:.1f} ms more: "
-            f"attention alone takes {attention_ms:.1f} ms for {read_mb:.0f} MB of cache, "
-            f"{read_mb / attention_ms:.0f} GB/s, as a matrix times one query uses neither the products' rate "
-            "nor, with textbook attention, the memory's."
+            f"One sequence takes {one['ms']:.1f} ms where the bound is {one['least_ms']:.1f}: the products "
+            f"with the weights alone take {products_ms:.1f} ms, {weights / products_ms / 1e6:.0f} GB/s, the "
+            f"rest are about a hundred small operations. With {most} it is "
+            f"{many['ms'] - many['least_ms']:.1f} ms more than the bound: attention alone takes "
+            f"{attention_ms:.1f} ms for {read_mb:.0f} MB of cache, {read_mb / attention_ms:.0f} GB/s, as "
+            "a matrix times one query uses neither the products' rate nor, with textbook attention, the "
+            "memory's."
         )
         attends, others = (
             flops * sizes[-1] / ms / 1e6

@@ -195,7 +195,7 @@ if __name__ == "__main__":
     from main_kvcache import generate_kvcache
     from main_semantic_cache import STREAM_COLUMNS, THRESHOLD, replay, sentence_transformer_embedder
 
-    parser = rep.options(__doc__, plot=False)
+    parser = rep.options(__doc__, plot=False, data=False)
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="least cosine of a hit")
     parser.add_argument("--n-queries", type=rep.positive_int, default=1000, help="length of the stream")
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
@@ -203,7 +203,7 @@ if __name__ == "__main__":
         p, dev, quick, threshold = get_gptlite_model_parameters(), args.device, args.quick, args.threshold
         SemanticCache(None, threshold)  # refuses what is no cosine before anything is loaded
         n_queries, n_tokens = (min(args.n_queries, 150), 8) if quick else (args.n_queries, args.n_tokens)
-        vocab_size, _, _, encode, _ = get_shakespeare_data(args.data)
+        vocab_size, _, _, encode, _ = get_shakespeare_data()
         model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         embed = sentence_transformer_embedder(device=dev)
         meaning = meanings(load_pairs()[1])  # other topics than those the threshold was chosen on

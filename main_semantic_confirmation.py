@@ -96,11 +96,11 @@ if __name__ == "__main__":
     from gptlite_kvcache import GPTlite_KVCache
     from main_kvcache import generate_kvcache
 
-    parser = rep.options(__doc__, plot=False)
+    parser = rep.options(__doc__, plot=False, data=False)
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
     with rep.script(parser) as args:
         p, dev, n_tokens = get_gptlite_model_parameters(), args.device, 8 if args.quick else args.n_tokens
-        vocab_size, _, _, encode, _ = get_shakespeare_data(args.data)
+        vocab_size, _, _, encode, _ = get_shakespeare_data()
         model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         halves = dict(zip(("tuning half", "test half"), load_pairs(), strict=True))
         columns = {

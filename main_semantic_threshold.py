@@ -91,7 +91,7 @@ if __name__ == "__main__":
     from main_semantic_cache import SemanticCache, sentence_transformer_embedder, unit_vectors
     from main_semantic_confirmation import same_details
 
-    parser = rep.options(__doc__)
+    parser = rep.options(__doc__, data=False)
     parser.add_argument("--threshold", type=float, help="least cosine of a hit (default: from the pairs)")
     parser.add_argument("--target", type=float, default=0.95, help="share of the hits that must be right")
     parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
@@ -100,7 +100,7 @@ if __name__ == "__main__":
         if not 0 < args.target <= 1:
             raise ValueError(f"--target {args.target} is no share of the hits: above 0, at most 1")
         SemanticCache(None, args.threshold or 0.0)  # refuses what is no cosine before anything is loaded
-        vocab_size, _, _, encode, _ = get_shakespeare_data(args.data)
+        vocab_size, _, _, encode, _ = get_shakespeare_data()
         model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         embed = sentence_transformer_embedder(device=dev)
 

@@ -38,9 +38,8 @@ def removed(scores, sparsity, by, n_before=0):
         size = len(scores) // len(groups)  # weights of a group in each column
         count = round(sparsity * (size * (n_before + scores.shape[1]))) - round(sparsity * (size * n_before))
     lowest = groups.topk(count, dim=1, largest=False, sorted=False).indices  # [R, count]
-    return (
-        torch.zeros_like(groups, dtype=torch.bool).scatter_(1, lowest, True).view(scores.shape)
-    )  # [out, in]
+    gone = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, lowest, True)  # [R, N]
+    return gone.view(scores.shape)  # [out, in]
 
 
 def prune_magnitude(W, _, sparsity, by="layer"):
@@ -78,11 +77,8 @@ def prune_sparsegpt(W, H, sparsity, by="layer", block_size=128, damping=0.01):
     gone = torch.zeros_like(W, dtype=torch.bool)  # [in, out]
     for start in range(0, n_in, block_size):
         end = min(start + block_size, n_in)
-        block, go, scale = (
-            W[start:end],
-            gone[start:end],
-            U.diagonal()[start:end, None],
-        )  # [block, out], [block, 1]
+        block, go = W[start:end], gone[start:end]  # [block, out]: parts of the whole, not copies
+        scale = U.diagonal()[start:end, None]  # [block, 1]
         lost = torch.zeros_like(block)  # [block, out]
         if sparsity != "2:4":
             go |= removed((block / scale).square().T, sparsity, by, start).T
@@ -173,6 +169,13 @@ def relative_error(W, pruned, H):
     return (energy(W - pruned) / energy(W).clamp(min=1e-30)).sqrt().item()
 
 
+def zeros_as_asked(W, sparsity, by):
+    """Whether W [out, in] holds exactly as many zeros as were asked for, in every group."""
+    share, size = (0.5, 4) if sparsity == "2:4" else (sparsity, W.shape[1] if by == "row" else W.numel())
+    zeros = (W.reshape(-1, size) == 0).sum(dim=1)  # [R]
+    return bool((zeros == round(share * size)).all())
+
+
 if __name__ == "__main__":
     import copy
 
@@ -181,20 +184,11 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
 
-    def label(sparsity):
-        return sparsity if sparsity == "2:4" else f"{sparsity:.0%}"
-
-    def as_asked(W, sparsity, by):
-        """Whether W [out, in] holds as many zeros as were asked for, in every group."""
-        share = 0.5 if sparsity == "2:4" else sparsity
-        size = 4 if sparsity == "2:4" else W.shape[1] if by == "row" else W.numel()
-        groups = W.reshape(-1, size)  # [R, N]
-        return bool(((groups == 0).sum(dim=1) == round(share * groups.shape[1])).all())
-
     parser = rep.options(__doc__, repeats=1)
     with rep.script(parser) as args:
         p, dev, quick = get_gptlite_model_parameters(), args.device, args.quick
-        sparsities = [0.5, "2:4"] if quick else [0.3, 0.5, 0.6, 0.7, 0.8, "2:4"]
+        shares = [0.5] if quick else [0.3, 0.5, 0.6, 0.7, 0.8]
+        label = {share: f"{share:.0%}" for share in shares} | {"2:4": "2:4"}
         n_texts, n_windows = (4, 8) if quick else (16, 16)
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         dense = utils.load_model(GPTlite, vocab_size, args.checkpoint).to(dev, args.dtype)
@@ -203,100 +197,85 @@ if __name__ == "__main__":
         layers = linear_layers(dense.blocks)
         products = sum_inputs(layers, input_products, lambda: dense(unseen))
 
-        columns = {
-            "loss_rise": ("rise", "{:+.4f}"),
-            "layer_error": ("mean layer error", "{:.4f}"),
-            "seconds": ("seconds to prune", "{:.2f}"),
-        }
+        columns = {"loss_rise": ("rise", "{:+.4f}"), "layer_error": ("mean layer error", "{:.4f}")}
+        columns |= {"seconds": ("seconds to prune", "{:.2f}")}
         report = rep.Report(args, "unstructured sparsity", dense, columns, n_texts=n_texts)
         report.columns.pop("same_output")
         base = utils.validation_loss(dense, valid_data, n_windows)
         report.row("dense", baseline=True, valid_loss=base)
         methods = [(method, by) for method in METHODS for by in ("layer", "row")]
         rise, error, seconds, by_layer, exact = {}, {}, {}, {}, True
-        for key in ((*m, s) for s in sparsities for m in methods if (m[1], s) != ("layer", "2:4")):
+        for key in ((*m, s) for s in label for m in methods if (m[1], s) != ("layer", "2:4")):
+            method, by, sparsity = key
             pruned = copy.deepcopy(dense)
             with utils.Timer(dev) as timer:
                 prune_model(pruned, texts, *key)
             loss = utils.validation_loss(pruned, valid_data, n_windows)
-            after = linear_layers(pruned.blocks)
-            exact &= all(as_asked(layer.weight, key[2], key[1]) for layer in after.values())
-            by_layer[key] = {
-                n: relative_error(layers[n].weight, after[n].weight, products[n]) for n in layers
-            }
-            error[key] = sum(by_layer[key].values()) / len(layers)
+            after = {name: layer.weight for name, layer in linear_layers(pruned.blocks).items()}
+            exact &= all(zeros_as_asked(W, sparsity, by) for W in after.values())
+            errors = {n: relative_error(layers[n].weight, W, products[n]) for n, W in after.items()}
+            by_layer[key], error[key] = errors, sum(errors.values()) / len(errors)
             rise[key], seconds[key] = loss - base, timer.seconds
             if key == ("magnitude", "layer", 0.5):
-                zeros = torch.cat([(layer.weight == 0).float().mean(dim=1) for layer in after.values()])
-            if key[2] in (0.5, "2:4"):
-                name = f"{key[0]} 2:4" if key[2] == "2:4" else f"{key[0]} by {key[1]}, 50%"
+                zeros = torch.cat([(W == 0).float().mean(dim=1) for W in after.values()])  # [rows of all]
+            if sparsity in (0.5, "2:4"):
+                name = f"{method} 2:4" if sparsity == "2:4" else f"{method} by {by}, 50%"
                 shown = {"loss_rise": rise[key], "layer_error": error[key], "seconds": seconds[key]}
                 report.row(name, valid_loss=loss, same_output="approximate", **shown)
         report.check("as many zeros as asked for, in every row, layer or group of four", exact)
-        for title, figures in (
-            ("Rise of the validation loss", rise),
-            ("Mean relative error of layers", error),
-        ):
+        tables = {"Rise of the validation loss": rise, "Mean relative error of layers": error}
+        for title, figures in tables.items():
             table = [
-                {"method": f"{m} by {by}"} | {label(s): figures.get((m, by, s)) for s in sparsities}
+                {"method": f"{m} by {by}"} | {label[s]: figures.get((m, by, s)) for s in label}
                 for m, by in methods
             ]
             report.sweep(f"{title}, without retraining", table)
-
-        def span(kind, method):
-            found = [e for n, e in by_layer[method, "row", 0.5].items() if n.endswith(kind)]
-            return f"{min(found):.3f} - {max(found):.3f}"
-
-        kinds = [name.removeprefix("0.") for name in layers if name.startswith("0.")]
-        table = [{"layer": kind} | {m: span(kind, m) for m in METHODS} for kind in kinds]
+        table = []
+        for kind in (name.removeprefix("0.") for name in layers if name.startswith("0.")):
+            table.append({"layer": kind})
+            for m in METHODS:
+                found = [e for n, e in by_layer[m, "row", 0.5].items() if n.endswith(kind)]
+                table[-1][m] = f"{min(found):.3f} - {max(found):.3f}"
         report.sweep("Relative error of each layer at 50% by row, lowest and highest of the blocks", table)
+
+        # The order that the papers promise, as far as it shows
         for by, s in dict.fromkeys((by, s) for _, by, s in rise):
             first, second, third = (error[m, by, s] for m in ("SparseGPT", "Wanda", "magnitude"))
             if rise["Wanda", by, s] < 1:
-                report.check(
-                    f"{label(s)} by {by}: layer error SparseGPT < Wanda < magnitude", first < second < third
-                )
+                name = f"{label[s]} by {by}: layer error SparseGPT < Wanda < magnitude"
+                report.check(name, first < second < third)
             elif second >= third:
                 report.why(
-                    f"At {label(s)} by {by} Wanda's layers are off by {second:.3f}, magnitude's by "
+                    f"At {label[s]} by {by} Wanda's layers are off by {second:.3f}, magnitude's by "
                     f"{third:.3f}: Wanda was calibrated behind blocks that no longer work "
                     f"(loss {rise['Wanda', by, s]:+.2f}), and the errors are for the dense model's inputs."
                 )
-        for s in sparsities:
+        for s in label:
             losses = {key: value for key, value in rise.items() if key[2] == s}
             if max(losses.values()) > 0.02:  # below that, a few windows cannot tell
                 lowest = min(losses, key=losses.get)[0]
-                report.check(f"{label(s)}: SparseGPT has the lowest loss", lowest == "SparseGPT")
+                report.check(f"{label[s]}: SparseGPT has the lowest loss", lowest == "SparseGPT")
 
         mag, wanda, gpt = ("magnitude", "layer", 0.5), ("Wanda", "row", 0.5), ("SparseGPT", "layer", 0.5)
         moments = torch.stack([products[n] for n in layers if n.endswith("net.0")])  # [L, E, E]
         values = torch.linalg.eigvalsh(moments.double().cpu()).flip(-1)  # [L, E], largest first
         n_needed = (values.cumsum(-1) < 0.9 * values.sum(-1, keepdim=True)).sum(-1) + 1  # [L]
-        norms = moments.diagonal(dim1=-2, dim2=-1).sqrt()  # [L, E]
-        spread = (norms.quantile(0.99, dim=-1) / norms.median(dim=-1).values).max()
-        fired = torch.stack([products[n].diagonal() for n in layers if n.endswith("net.2")]) > 0  # [L, 4E]
         report.why(
             f"At 50% outputs are off by {error[mag]:.3f} (magnitude by layer), {error[wanda]:.3f} (Wanda by "
             f"row) and {error[gpt]:.3f} (SparseGPT by layer), on texts that none of them saw. SparseGPT "
-            "changes what it keeps: inputs go together (90% of what the MLPs read lies in "
-            f"{n_needed.min()} to {n_needed.max()} of {p.d_model} directions), so that weights that stay can "
-            "stand in for those that go."
+            f"changes what it keeps: 90% of what the MLPs read lies in {n_needed.min()} to {n_needed.max()} "
+            f"of {p.d_model} directions, so weights that stay can stand in for those that go."
         )
+        s = max(s for s in shares if s <= 0.7)
         low, high = 100 * zeros.quantile(0.01), 100 * zeros.quantile(0.99)
-        report.why(
-            f"Behind a layer norm 99% of the channels are at most {spread:.1f} times the median one: Wanda "
-            f"finds no outliers. At 50% by row it costs {rise[wanda]:.4f} nats, magnitude "
-            f"{rise['magnitude', 'row', 0.5]:.4f}. Norms also tell that {(~fired).sum()} of {fired.numel()} "
-            f"MLP neurons never fire on {unseen.numel()} unseen tokens."
-        )
-        s = max(s for s in sparsities[:-1] if s <= 0.7)
         gain = rise["Wanda", "layer", s] - rise["Wanda", "row", s]
         verdict = "equal shares, which spare those rows, are better" if gain > 0 else "equal shares are worse"
+        costs = {m: f"{rise[m, 'layer', s]:.4f} by layer and {rise[m, 'row', s]:.4f} by row" for m in METHODS}
         report.why(
             f"By layer, magnitude at 50% takes {low:.0f}% of some rows and {high:.0f}% of others (1st and "
-            f"99th percentile). At {label(s)} it costs {rise['magnitude', 'layer', s]:.4f} by layer and "
-            f"{rise['magnitude', 'row', s]:.4f} by row, Wanda {rise['Wanda', 'layer', s]:.4f} and "
-            f"{rise['Wanda', 'row', s]:.4f}: {verdict if abs(gain) > 0.05 else 'too close to tell'}."
+            f"99th percentile). At {label[s]} it costs {costs['magnitude']}, Wanda {costs['Wanda']}: "
+            f"{verdict if abs(gain) > 0.05 else 'too close to tell'}. What inputs Wanda needs to win: "
+            "main_sparsity_outliers.py."
         )
         forward = rep.forward_cost(p, vocab_size, n_texts, p.seqlen, 0, args.dtype).flops
         n_sums = 2 * texts.numel() * sum(len(H) ** 2 for H in products.values())
@@ -309,8 +288,8 @@ if __name__ == "__main__":
         )
         reach = []
         for m, by in methods:
-            fine = [s for s in sparsities[:-1] if rise[m, by, s] <= 0.05]
-            reach.append(f"{m} by {by} {label(max(fine)) if fine else 'none'}")
+            fine = [s for s in shares if rise[m, by, s] <= 0.05]
+            reach.append(f"{m} by {by} {label[max(fine)] if fine else 'none'}")
         report.why(
             f"Most zeros, of those tried, that cost at most 0.05 nats: {', '.join(reach)}. They make the "
             "model neither smaller nor faster as it stands: zeros are stored and multiplied as others are."
@@ -318,9 +297,9 @@ if __name__ == "__main__":
         if args.plot:
             figure, axes = rep.new_figure()
             for i, (m, by) in enumerate(methods):
-                losses = {100 * s: base + rise[m, by, s] for s in sparsities[:-1]}
+                losses = [base + rise[m, by, s] for s in shares]
                 style = {"color": f"C{i // 2}", "linestyle": "-" if by == "layer" else "--", "marker": "o"}
-                axes.plot(list(losses), list(losses.values()), label=f"{m} by {by}", **style)
+                axes.plot([100 * s for s in shares], losses, label=f"{m} by {by}", **style)
             axes.axhline(base, color="0.5", linewidth=1, label="dense")
             axes.set(xlabel="zeros (%)", ylabel="validation loss (nats)", title="Loss without retraining")
             axes.legend()

@@ -54,6 +54,11 @@ if __name__ == "__main__":
         dense = utils.load_model(GPTlite, vocab_size, args.checkpoint).to(dev, args.dtype)
         texts = utils.sample_prompts(train_data, n_texts, p.seqlen).to(dev)  # [B, T]
         base, tolerance = utils.validation_loss(dense, valid_data, n_windows), utils.TOLERANCE[args.dtype]
+        unseen = utils.sample_prompts(valid_data, n_texts, p.seqlen).to(dev)  # [B, T]
+        squares = sum_inputs(linear_layers(dense.blocks), input_squares, lambda: dense(unseen))
+        norms = torch.stack([s.sqrt() for n, s in squares.items() if n.endswith("net.0")])  # [L, E]
+        spread = (norms.quantile(0.99, dim=-1) / norms.median(dim=-1).values).max()
+        fired = torch.stack([s for n, s in squares.items() if n.endswith("net.2")]) > 0  # [L, 4E]
         columns = {"loss_rise": ("rise", "{:+.4f}"), "largest_norm": ("largest norm / median", "{:.1f}")}
         report = rep.Report(args, "pruning with outlier channels", dense, columns, n_texts=n_texts)
         report.columns.pop("same_output")
@@ -85,7 +90,9 @@ if __name__ == "__main__":
         report.why(
             f"As trained, the largest input of an MLP is {largest[1]:.1f} times the median one (median of "
             f"the blocks), and at {sparsity:.0%} magnitude by layer costs {rise['magnitude', 1]:.4f} nats, "
-            f"Wanda by row {rise['Wanda', 1]:.4f}: {lead[1]:.4f} between them."
+            f"Wanda by row {rise['Wanda', 1]:.4f}: {lead[1]:.4f} between them. 99% of the channels are "
+            f"at most {spread:.1f} times the median one. {(~fired).sum()} of {fired.numel()} MLP neurons "
+            f"never fire on {unseen.numel()} unseen tokens, which their norms tell Wanda as well."
         )
         report.why(
             f"With {args.n_channels} of {p.d_model} channels {last} times as large, the weights that read "

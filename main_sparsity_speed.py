@@ -140,88 +140,84 @@ if __name__ == "__main__":
                 layer.weight.copy_(prune_magnitude(layer.weight, None, sparsity, "row"))
             return module
 
-        def attempt(name, make, model):
-            """The model with other layers, or None, with the reason kept, where torch has no such product."""
+        def attempt(name, function, *inputs):
+            """function(*inputs), or None, with the reason kept, where torch has no such product."""
             try:
-                model = replace_linears(copy.deepcopy(model), make)
-                model(prompt)
+                return function(*inputs)
             except RuntimeError as error:  # also where torch has no kernel for it
                 reasons[name] = " ".join(str(error).split())[:160]
-                return None
-            return model
 
         # One matrix: the first layer of every MLP in turn, as in a model
-        originals = [block.ffwd.net[0] for block in dense.blocks]
-        n_out, n_in = originals[0].weight.shape
-        table, ratios, largest = [], {1: [], 64: []}, 0.0
+        def products(layers, x):
+            return [layer(x) for layer in layers]
+
+        def csr_products(linears, x):
+            layers = [CSRLinear(layer) for layer in linears]
+            return layers, products(layers, x)
 
         def time_of(layers, x):
             """Microseconds of one product."""
-            run = lambda: [layer(x) for _ in range(calls) for layer in layers]  # noqa: E731
-            return 1000 * utils.median_ms(run, 5, dev) / (calls * len(layers))
+            ms = utils.median_ms(lambda: [products(layers, x) for _ in range(calls)], 5, dev)
+            return 1000 * ms / (calls * len(layers))
 
-        time_of(originals, torch.randn(1, n_in, device=dev).to(args.dtype))  # the first products are slow
-        for sparsity, N in ((s, N) for s in sparsities for N in ratios):
-            x = torch.randn(N, n_in, device=dev).to(args.dtype)  # [N, in]
+        originals = [block.ffwd.net[0] for block in dense.blocks]
+        n_out, n_in = originals[0].weight.shape
+        table, ratios, largest = [], {1: [], 64: []}, 0.0
+        inputs = {N: torch.randn(N, n_in, device=dev).to(args.dtype) for N in ratios}  # [N, in]
+        time_of(originals, inputs[1])  # the first products are slow
+        for sparsity, (N, x) in ((s, pair) for s in sparsities for pair in inputs.items()):
             linears = [prune(copy.deepcopy(layer), sparsity) for layer in originals]
-            try:
-                sparse = [CSRLinear(layer) for layer in linears]
-                pairs = [(layer(x), other(x)) for layer, other in zip(linears, sparse, strict=True)]
-            except RuntimeError as error:  # also where torch has no kernel for it
-                reasons["CSR"] = " ".join(str(error).split())[:160]
+            sparse, found = attempt("CSR", csr_products, linears, x) or (None, None)
+            if sparse is None:
                 break
+            pairs = zip(found, products(linears, x), strict=True)
             largest = max(largest, *(utils.largest_difference(*pair) for pair in pairs))
-            dense_us, csr_us = time_of(linears, x), time_of(sparse, x)
-            ratios[N].append(csr_us / dense_us)
-            row = {"zeros": f"{sparsity:.0%}", "tokens": N, "dense us": dense_us, "CSR us": csr_us}
-            sizes = {"dense MB": utils.model_size_mb(linears[0]), "CSR MB": utils.model_size_mb(sparse[0])}
-            table.append(row | {"CSR / dense": csr_us / dense_us} | sizes)
+            row = {"zeros": f"{sparsity:.0%}", "tokens": N}
+            row |= {"dense us": time_of(linears, x), "CSR us": time_of(sparse, x)}
+            row |= {"CSR / dense": row["CSR us"] / row["dense us"]}
+            row |= {"dense MB": utils.model_size_mb(linears[0]), "CSR MB": utils.model_size_mb(sparse[0])}
+            ratios[N].append(row["CSR / dense"])
+            table.append(row)
         if table:
             report.sweep(f"A product with a matrix {n_out} x {n_in}", table)
             report.check(f"CSR: same outputs as dense (differ by {largest:.0e})", largest <= tolerance)
 
         # The model
-        half, most, fours = copy.deepcopy(dense), copy.deepcopy(dense), copy.deepcopy(dense)
-        for model, sparsity in ((half, 0.5), (most, 0.95), (fours, "2:4")):
+        def replaced(model, make):
+            model = replace_linears(copy.deepcopy(model), make)
+            model(prompt)
+            return model
+
+        models = {"dense": (dense, None)}  # (model, the one whose logits it must give)
+        forms = {"50% zeros": (0.5, "CSR", CSRLinear), "95% zeros": (0.95, "CSR", CSRLinear)}
+        forms["2:4"] = ("2:4", "packed", SemiStructuredLinear)
+        for name, (sparsity, form, make) in forms.items():
+            model = copy.deepcopy(dense)
             prune(model.blocks, sparsity)
-        models = {
-            "dense": (dense, None),
-            "50% zeros": (half, None),
-            "50% zeros, CSR": (attempt("CSR", CSRLinear, half), "50% zeros"),
-            "95% zeros": (most, None),
-            "95% zeros, CSR": (attempt("CSR", CSRLinear, most), "95% zeros"),
-            "2:4": (fours, None),
-            "2:4, packed": (attempt("2:4", SemiStructuredLinear, fours), "2:4"),
-        }
-        models = {name: pair for name, pair in models.items() if pair[0] is not None}
+            models[name] = (model, None)
+            other = attempt(form, replaced, model, make)
+            if other is not None:
+                models[f"{name}, {form}"] = (other, name)
         methods = [
             utils.Method(name, lambda m=m: generate_kvcache(m, prompt, n_tokens, p.seqlen), [m])
             for name, (m, _) in models.items()
         ]
         results = utils.measure(methods, n_tokens, args.repeats)
-        for method in methods:
-            model, same_as = models[method.name]
-            report.row(
-                method.name,
-                results[method.name],
-                baseline=model is dense,
-                peak_memory_mb=utils.peak_memory_mb(method.run, model, inputs=[prompt]),
-                weights_mb=utils.model_size_mb(model),
-                same_output=None if model is dense else "approximate",
-                same_as=same_as,
-            )
+        for name, run, (model,), _ in methods:
+            same_as, peak = models[name][1], utils.peak_memory_mb(run, model, inputs=[prompt])
+            figures = {"peak_memory_mb": peak, "weights_mb": utils.model_size_mb(model), "same_as": same_as}
+            figures["same_output"] = None if model is dense else "approximate"
+            report.row(name, results[name], baseline=model is dense, **figures)
             if same_as:
                 off = utils.largest_difference(model(prompt)[0], models[same_as][0](prompt)[0])
-                name = f"{method.name}: same logits as {same_as} (differ by {off:.0e})"
-                report.check(name, off <= tolerance)
+                report.check(f"{name}: same logits as {same_as} (differ by {off:.0e})", off <= tolerance)
 
-        whole, n_packed, n_dense = True, 0, 0
-        for layer in linear_layers(fours.blocks).values():
-            packed = compress_2_4(layer.weight.data)
-            whole &= torch.equal(decompress_2_4(*packed), layer.weight.data)
-            n_packed += sum(t.numel() * t.element_size() for t in packed)
-            n_dense += layer.weight.numel() * layer.weight.element_size()
+        weights = [layer.weight.data for layer in linear_layers(models["2:4"][0].blocks).values()]
+        packed = [compress_2_4(W) for W in weights]
+        whole = all(torch.equal(decompress_2_4(*pair), W) for pair, W in zip(packed, weights, strict=True))
         report.check("2:4: decompressing returns every matrix bit for bit", whole)
+        n_dense = sum(W.nbytes for W in weights)
+        n_packed = sum(part.nbytes for pair in packed for part in pair)
 
         limits = rep.measure_ceilings(dev, args.dtype)
         step = rep.forward_cost(p, vocab_size, 1, 1, args.prompt_len, args.dtype)
@@ -237,7 +233,7 @@ if __name__ == "__main__":
                 f"{place:.0%} zeros with {N} token{'s'[: N > 1]}" if place else f"never with {N} tokens"
                 for N, place in places.items()
             )
-            size = args.dtype.itemsize
+            size, speed = args.dtype.itemsize, {name: results[name].tokens_per_s for name in models}
             at_90 = next(row for row in table if row["tokens"] == 1 and row["zeros"] == "90%")
             report.why(
                 f"CSR takes {size} + 4 bytes a kept weight against {size}, which is smaller from "
@@ -246,17 +242,15 @@ if __name__ == "__main__":
                 f"{at_90['CSR / dense']:.2f} of the time: each weight looks up its own input, where a dense "
                 "row multiplies many neighbours at once."
             )
-            half_csr, most_csr = (results[f"{zeros} zeros, CSR"].tokens_per_s for zeros in ("50%", "95%"))
-            speed = results["dense"].tokens_per_s
+            half, most = (speed[f"{zeros} zeros, CSR"] / speed["dense"] for zeros in ("50%", "95%"))
             report.why(
-                f"In the model CSR gives {half_csr / speed:.2f} times the tokens/s of dense at 50% zeros and "
-                f"{most_csr / speed:.2f} times at 95%; what so many zeros cost in loss, see main_sparsity.py."
+                f"In the model CSR gives {half:.2f} times the tokens/s of dense at 50% zeros and {most:.2f} "
+                "times at 95%; what so many zeros cost in loss, see main_sparsity.py."
             )
-        share = n_packed / n_dense
+        missing = f" Multiplied dense here: {reasons['packed']}" if "packed" in reasons else ""
         report.why(
-            f"2:4 packs the blocks' weights to {share:.4f} of their bytes ({n_dense / 1e6:.1f} to "
-            f"{n_packed / 1e6:.1f} MB): two values of four, two bits each to place them."
-            + (f" Multiplied dense here, so no time is saved: {reasons['2:4']}" if "2:4" in reasons else "")
+            f"2:4 packs the blocks' weights to {n_packed / n_dense:.4f} of their bytes ({n_dense / 1e6:.1f} "
+            f"to {n_packed / 1e6:.1f} MB): two values of four, two bits each to place them.{missing}"
         )
         if "CSR" in reasons:
             report.why(f"No CSR product for {report.data['config']['dtype']} here: {reasons['CSR']}")

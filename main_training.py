@@ -20,9 +20,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from data.shakespeare import check_length, get_batch
+from data.shakespeare import get_batch
 from gptlite import GPTlite, MultiHeadAttention, scaled_dot_product_attention
-from inference_utils import autocast, optimizer_step
+from inference_training import autocast, optimizer_step
 
 DROPOUT = 0.0  # 0 to 1; its random numbers cost 13% of a step on a CPU, so the next line takes its place
 CURVE_WINDOWS = 64  # windows of an evaluation during training; the end is evaluated like every method
@@ -111,9 +111,6 @@ def model_for_training(vocab_size, p):
 
 
 if __name__ == "__main__":
-    import hashlib
-    import json
-    import shlex
     import signal
     import sys
     import tempfile
@@ -123,8 +120,9 @@ if __name__ == "__main__":
     from tqdm import tqdm
 
     import inference_report as rep
+    import inference_training as training
     import inference_utils as utils
-    from data.shakespeare import TEXT_SHA256, VALIDATION_PLAYS, VOCABULARY, get_shakespeare_data
+    from data.shakespeare import check_length, get_shakespeare_data
     from gptlite import get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
 
     default = utils.ROOT / "checkpoints" / "gptlite_trained.pth"
@@ -148,39 +146,23 @@ if __name__ == "__main__":
         check_length(train_data, p.seqlen, "the training part of the text")  # now, and not later
         check_length(valid_data, p.seqlen, "the validation part of the text (its last tenth)")
         model = model_for_training(vocab_size, p).to(args.device)
-        optimizer = utils.make_optimizer(model, p.lr)
+        optimizer = training.make_optimizer(model, p.lr)
         settings = {"steps": None if args.minutes else args.steps, "minutes": args.minutes}
         settings |= {"seed": args.seed, "drop": DROP, "n_train": len(train_data), **p._asdict()}
-        words = [word for word in sys.argv[1:] if word != "--resume"]
-        command = shlex.join(["python", "main_training.py", *words])
         step, seconds = 0, 0.0
         losses, curve = [], []  # of the steps since the last point; [step, training loss, validation loss]
         if args.resume:
-            if not state_path.is_file():
-                raise FileNotFoundError(f"nothing to resume: there is no {state_path}")
-            state = utils.load_file(state_path)
-            parts = {"model": dict, "optimizer": dict, "settings": dict, "step": int, "seconds": float}
-            parts["curve"] = list
-            if not isinstance(state, dict) or not all(isinstance(state.get(k), t) for k, t in parts.items()):
-                raise ValueError(f"{state_path} is not the state of a training run")
-            for key, wanted in settings.items():
-                if (found := state["settings"].get(key)) != wanted:
-                    raise ValueError(f"{state_path} is of a run with {key} {found}, not {wanted}")
+            types = {"model": dict, "optimizer": dict, "seconds": float, "curve": list}
+            state = training.load_state(state_path, settings, **types)
             utils.load_weights(model, state["model"], str(state_path))
             optimizer.load_state_dict(state["optimizer"])
             step, seconds, curve = state["step"], state["seconds"], state["curve"]
             losses = state.get("losses", [])  # not in states of earlier versions
 
-        def save_state():
+        def save(may_fail=False):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings}
             state |= {"step": step, "seconds": seconds, "curve": curve, "losses": losses}
-            utils.write_atomically(state_path, lambda path: torch.save(state, path))
-
-        interrupts = []
-
-        def interrupt(*_):  # Ctrl-C ends the run between two steps; a second one at once, without a state
-            interrupts.append(True)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            training.save_state(state_path, state, model, may_fail=may_fail)
 
         def progress():
             return seconds / 60 / args.minutes if args.minutes else step / args.steps
@@ -188,19 +170,19 @@ if __name__ == "__main__":
         bar = tqdm(total=100, disable=None, bar_format="{percentage:.1f}%|{bar}| {remaining} left{postfix}")
         last_save = time.monotonic()
         interval, n_windows = (5, 4) if args.quick else (200, CURVE_WINDOWS)  # steps between evaluations
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not where Ctrl-C is ignored
-            signal.signal(signal.SIGINT, interrupt)
-        try:
-            while progress() < 1 and not interrupts:
+        with bar, training.stop_between_steps(signal.SIGINT) as stop:
+            while progress() < 1 and not stop:
                 with utils.Timer(args.device) as timer:
                     x, y, generator = batch_of_step(train_data, p.batch_size, p.seqlen, args.seed, step)
                     x, y = x.to(args.device), y.to(args.device)
-                    lr = utils.learning_rate(progress() if args.minutes else (step + 1) / args.steps, p.lr)
+                    lr = training.learning_rate(progress() if args.minutes else (step + 1) / args.steps, p.lr)
                     loss = training_step(model, optimizer, x, y, lr, DROP, generator).item()
-                losses.append(loss)
                 step, seconds = step + 1, seconds + timer.seconds
+                training.check_finite(step, loss)
+                losses.append(loss)
                 if step % interval == 0 or progress() >= 1:
                     valid = utils.validation_loss(model, valid_data, n_windows, p.seqlen)
+                    training.check_finite(step, valid)
                     curve.append([step, round(sum(losses) / len(losses), 4), round(valid, 4)])
                     losses = []
                     if bar.disable:
@@ -210,44 +192,23 @@ if __name__ == "__main__":
                 speed = step * p.batch_size * p.seqlen / seconds
                 bar.set_postfix_str(f"step {step}, loss {loss:.3f}{known}, {speed:.0f} tokens/s")
                 if time.monotonic() - last_save > 180:
-                    try:
-                        save_state()
-                    except OSError as error:  # the last good state stays; training need not stop for it
-                        bar.write(f"state not saved: {error}", file=sys.stderr)
+                    save(may_fail=True)
                     last_save = time.monotonic()
-            bar.close()
-            save_state()
-        finally:
-            if signal.getsignal(signal.SIGINT) == interrupt:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-        if interrupts:
-            print(f"\nstopped at step {step}; '{command} --resume' goes on")
+            save()
+        if stop:
+            print(f"\nstopped at step {step}; '{training.command_line()} --resume' goes on")
             sys.exit(130)
 
-        weights = {name: tensor.cpu().half() for name, tensor in model.state_dict().items()}
-        utils.write_atomically(args.checkpoint, lambda path: torch.save(weights, path))
+        training.write_weights(args.checkpoint, model)
         trained = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, DROPOUT, p.seqlen)
         utils.load_weights(trained, utils.load_checkpoint(args.checkpoint)).to(args.device).eval()
         valid = utils.validation_loss(trained, valid_data, 4 if args.quick else 128, p.seqlen)
-        facts = {
-            "parameters": p._asdict() | {"vocab_size": vocab_size, "n_parameters": utils.n_parameters(model)},
-            "vocabulary": VOCABULARY,
-            "text_sha256": None if args.data else TEXT_SHA256,
-            "validation": args.data.name if args.data else list(VALIDATION_PLAYS),
-            "validation_loss": round(valid, 4),
-            "tokens_seen": step * p.batch_size * p.seqlen,
-            "settings": settings,
-            "training_minutes": round(seconds / 60, 1),
-            "device": rep.device_name(args.device),
-            "command": command,
-            "weights_sha256": hashlib.sha256(args.checkpoint.read_bytes()).hexdigest(),
-            "loss_curve": {
-                "columns": ["step", "training", f"validation ({CURVE_WINDOWS} windows)"],
-                "points": curve,
-            },
-        }
-        json_path = args.checkpoint.with_suffix(".json")
-        utils.write_atomically(json_path, lambda path: path.write_text(json.dumps(facts, indent=1) + "\n"))
+        parameters = p._asdict() | {"vocab_size": vocab_size, "n_parameters": utils.n_parameters(model)}
+        facts = {"tokens_seen": step * p.batch_size * p.seqlen, "settings": settings}
+        facts |= {"training_minutes": round(seconds / 60, 1), "device": rep.device_name(args.device)}
+        json_path = training.write_card(
+            args.checkpoint, parameters, valid, args.data, facts, CURVE_WINDOWS, curve
+        )
 
         columns = {"training_loss": ("training loss", "{:.4f}"), "tokens_seen": ("tokens seen", "{:,}")}
         columns |= {"training_tokens_per_s": ("training tokens/s", "{:.0f}")}
@@ -268,7 +229,7 @@ if __name__ == "__main__":
         report.check(f"tiled attention is the textbook's within 1e-5 ({difference:.0e})", difference < 1e-5)
         report.check("the model predicts better than chance", valid < math.log(vocab_size))
         cost = rep.forward_cost(p, vocab_size, p.batch_size, p.seqlen, 0, torch.float32)
-        dtype = torch.bfloat16 if utils.has_bfloat16(args.device) else torch.float32
+        dtype = torch.bfloat16 if training.has_bfloat16(args.device) else torch.float32
         limit = rep.measure_ceilings(args.device, dtype).flops_per_s
         kept = 1 - DROP / 2  # share of the blocks that run
         per_token = cost.flops / (p.batch_size * p.seqlen)

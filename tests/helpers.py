@@ -122,13 +122,35 @@ class RecordingModel:
         return complete, torch.nn.functional.one_hot(chosen, 16).double()
 
 
+ROW_KEYS = (
+    "method baseline ttft_ms tpot_ms tpot_p99_ms tokens_per_s peak_memory_mb kv_bytes_per_token "
+    "forward_tokens valid_loss n_parameters same_output"
+).split()
+CONFIG_KEYS = ("device device_name threads dtype seed repeats quick n_parameters checkpoint versions").split()
+
+
+def check_schema(report, script):
+    """Fails unless a report has the form that every report has."""
+    assert set(report) >= {"script", "technique", "config", "rows", "checks", "why"}
+    assert report["script"] == script and report["technique"] and set(report["config"]) >= {*CONFIG_KEYS}
+    assert report["rows"] or report["sweeps"], "a report shows figures"
+    for row in report["rows"]:
+        assert set(row) >= {*ROW_KEYS} and isinstance(row["baseline"], bool) and row["method"]
+        assert row["same_output"] in (True, False, None)
+        for key in ROW_KEYS[2:-1]:
+            assert row[key] is None or (isinstance(row[key], int | float) and row[key] >= 0), (key, row)
+    assert all(isinstance(passed, bool) for passed in report["checks"].values())
+    assert report["checks"], "a report says what was verified"
+    assert report["why"] and all(len(line) > 20 for line in report["why"]), "a report explains"
+
+
 def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
     """Runs ROOT/script with this Python: run_script("main_x.py", "--quick", "--json", "-").
 
     Args: checkpoint: a file for --checkpoint, None for the script's own default; env: variables set on
         top of this process's; cwd: default the repository.
     Returns: an object with .status, .stdout, .stderr, and .json, the last line of standard output parsed
-        when `--json -` was asked for (None where there was no report).
+        when `--json -` was asked for (None where there was no report), its form checked.
     """
     command = [sys.executable, str(ROOT / script), *map(str, args)]
     if checkpoint is not None:
@@ -147,4 +169,6 @@ def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
     lines = run.stdout.splitlines()
     asked = any(pair == ("--json", "-") for pair in zip(command, command[1:], strict=False))
     report = json.loads(lines[-1]) if asked and lines and lines[-1].startswith("{") else None
+    if report is not None:
+        check_schema(report, script)
     return SimpleNamespace(status=run.returncode, json=report, stdout=run.stdout, stderr=run.stderr)

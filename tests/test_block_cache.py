@@ -8,16 +8,11 @@ from helpers import RecordingModel, assert_close, random_tokens, run_script, tin
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.workloads import make_workloads
 from gptlite import GPTlite
 from gptlite_paged import GPTlite_Paged, Sequence, choose_tokens
-from main_block_cache import (
-    BlockCache,
-    BlockCacheScheduler,
-    block_keys,
-    make_workloads,
-    serve_chats,
-    working_set,
-)
+from inference_serving import serve_chats, working_set
+from main_block_cache import BlockCache, BlockCacheScheduler, block_keys
 from main_kvcache import generate
 
 MODEL, PAGED = tiny_model(GPTlite), tiny_model(GPTlite_Paged)
@@ -287,6 +282,8 @@ def test_workloads_fit_the_context_and_share_what_they_should():
     assert working_set([Sequence(0, system[0][0], 0), Sequence(0, system[1][0], 0)], 16) == 16 * (7 + 2 * 3)
     with pytest.raises(ValueError, match="at least 1"):
         serve_chats(None, system, 0)
+    with pytest.raises(ValueError, match="too short"):
+        make_workloads(random_tokens(1, 256)[0], 8)
 
 
 # The script
@@ -311,11 +308,3 @@ def test_script(checkpoint, tmp_path):
     (lines,) = run.json["sweeps"].values()
     assert [line["found"] for line in lines] == [0, 48, 96, 144, 192]
     assert lines[0]["GFLOP"] > 20 * lines[-1]["GFLOP"]
-
-
-def test_script_refuses_bad_sizes(checkpoint, tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("To be, or not to be\n")
-    run = run_script("main_block_cache.py", "--quick", "--data", text, checkpoint=checkpoint)
-    assert run.status == 2 and run.stdout == ""
-    assert len(run.stderr.strip().splitlines()) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import gptlite
 import gptlite_kvcache
+import inference_training as training
 import inference_utils as utils
 import main_kvcache
 from data import shakespeare
@@ -55,7 +56,7 @@ def test_signature(function):
 def test_functions_with_more_arguments_begin_as_the_post_has_them():
     begins = {
         utils.validation_loss: ["model", "data"],
-        utils.train_steps: ["model", "data", "n_steps", "lr", "batch_size", "seqlen"],
+        training.train_steps: ["model", "data", "n_steps", "lr", "batch_size", "seqlen"],
         shakespeare.get_batch: ["data", "batch_size", "seqlen"],
     }
     for function, names in begins.items():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gptlite_gqa
+import inference_training as training
 import inference_utils as utils
 import main_gqa
 from gptlite import GPTlite, MultiHeadAttention
@@ -315,7 +316,7 @@ def test_rotations_bring_heads_closer():
 def test_training_a_converted_model_lowers_its_loss():
     model = gqa_model(1, dtype=torch.float32)
     data = torch.arange(400) % 7
-    losses = utils.train_steps(model, data, 12, 3e-3, 4, 16)
+    losses = training.train_steps(model, data, 12, 3e-3, 4, 16)
     assert losses[-1] < losses[0]
     assert not model.training
 

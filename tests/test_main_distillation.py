@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import gptlite
 import inference_report
+import inference_training as training
 import inference_utils
 import main_distillation_store
 from gptlite import GPTlite, GPTliteParameters
@@ -139,14 +140,14 @@ def test_distill_equals_a_plain_loop():
     handle = teacher.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     losses = distill(student, teacher, random_tokens(1, 100)[0], 4, 1e-2, 2, 8, temperature=3)
     handle.remove()
-    optimizer = inference_utils.make_optimizer(expected, 1e-2)
+    optimizer = training.make_optimizer(expected, 1e-2)
     for step, x in enumerate(list(inputs)):
         with torch.no_grad():
             p = (teacher(x) / 3).softmax(-1)  # [B, T, V]
         log_q = (expected(x) / 3).log_softmax(-1)  # [B, T, V]
         loss = 9 * (p * (p.log() - log_q)).sum() / x.numel()
         assert_close(losses[step], loss.item(), 1e-4)
-        lr = inference_utils.learning_rate((step + 1) / 4, 1e-2, 0.5, 0.1)
+        lr = training.learning_rate((step + 1) / 4, 1e-2, 0.5, 0.1)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
@@ -262,7 +263,7 @@ def test_every_epoch_reads_every_window_in_an_order_of_its_own():
 
 def test_student_step_trains_on_the_text_alone_with_alpha_one():
     model = tiny_model(GPTlite, dtype=torch.float32)
-    optimizer = inference_utils.make_optimizer(model, 1e-2)
+    optimizer = training.make_optimizer(model, 1e-2)
     batch = random_tokens(4, 17)
     losses = [student_step(model, optimizer, batch, (None, None), 1e-2, 1.0, 1.0) for _ in range(10)]
     assert losses[-1] < losses[0]
@@ -371,8 +372,7 @@ def tiny_run(monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_resumes_to_the_same_weights(tiny_run, monkeypatch, tmp_path, capsys, number):
+def test_interrupted_run_resumes_to_the_same_weights(tiny_run, monkeypatch, tmp_path, capsys):
     whole, parts = tmp_path / "whole.pth", tmp_path / "parts.pth"
     options = ["--steps", "6", "--top-k", "8"]
     assert tiny_run(*options, "--output", str(whole)) == 0
@@ -382,7 +382,7 @@ def test_interrupted_run_resumes_to_the_same_weights(tiny_run, monkeypatch, tmp_
     def interrupted(*args):
         calls.append(args)
         if len(calls) == 8:  # between two students of step 3
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGTERM)
         return real_step(*args)
 
     monkeypatch.setattr(main_distillation_store, "optimizer_step", interrupted)
@@ -413,6 +413,30 @@ def test_interrupted_run_resumes_to_the_same_weights(tiny_run, monkeypatch, tmp_
     monkeypatch.setattr(main_distillation_store, "optimizer_step", None)
     assert tiny_run(*options, "--output", str(parts), "--resume", "--plot", str(tmp_path / "x.png")) == 0
     assert all(torch.equal(resumed[name], tensor) for name, tensor in load_checkpoint(parts).items())
+
+
+@pytest.mark.parametrize(
+    ("bad_step", "message"), [(1, "a loss of step 2 is not"), (3, "a weight after step 3 is not")]
+)
+def test_a_run_that_diverges_leaves_all_files(tiny_run, monkeypatch, tmp_path, capsys, bad_step, message):
+    output, calls, real_step = tmp_path / "one.pth", [], main_distillation_store.optimizer_step
+    for suffix in (".pth", ".json", ".state"):
+        output.with_suffix(suffix).write_text(f"the last good {suffix}")
+    before = {path.name for path in tmp_path.iterdir()}
+
+    def diverging(model, *args):
+        calls.append(real_step(model, *args))
+        if len(calls) == 3 * bad_step - 1:  # the second of three students
+            model.fc_out.weight.data.fill_(float("inf"))
+
+    monkeypatch.setattr(main_distillation_store, "optimizer_step", diverging)
+    monkeypatch.setattr(inference_utils, "validation_loss", lambda *_: 1.0)  # of no help here
+    assert tiny_run("--steps", "3", "--output", str(output)) == 2
+    line = f"training went wrong: {message} finite; files stay as they are"
+    assert capsys.readouterr().err == f"main_distillation.py: {line}\n"
+    for suffix in (".pth", ".json", ".state"):
+        assert output.with_suffix(suffix).read_text() == f"the last good {suffix}"
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_variants_and_the_shipped_student(tiny_run, tmp_path, capsys):

@@ -1,10 +1,12 @@
 """PagedAttention: on-demand blocks, admission and preemption give what each request gets alone."""
 
 import random
+import runpy
+import sys
 
 import pytest
 import torch
-from helpers import RecordingModel, random_tokens, run_script
+from helpers import ROOT, RecordingModel, random_tokens, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gptlite_paged import PAGED, alone, assert_clean, poisoned_pool
@@ -134,7 +136,15 @@ def test_script(checkpoint):
     assert preemption[1]["MB swapped out"] > preemption[0]["MB swapped out"] == 0
 
 
-def test_bad_input(checkpoint):
-    run = run_script("main_paged_attention.py", "--longest", "300", checkpoint=checkpoint)
-    assert run.status == 2
-    assert "--longest 300" in run.stderr
+def refusal(script, options, monkeypatch, capsys):
+    """What a script says when it refuses options; it runs in this process, where torch is there already."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_bad_input(checkpoint, monkeypatch, capsys):
+    options = ["--longest", 300, "--checkpoint", checkpoint]
+    assert "--longest 300" in refusal("main_paged_attention.py", options, monkeypatch, capsys)

@@ -9,6 +9,7 @@ from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from test_gptlite_paged import MODEL, PAGED, alone, assert_clean
+from test_main_paged_attention import refusal
 
 from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
 from gptlite_paged import Sequence, choose_tokens
@@ -179,7 +180,6 @@ def test_script(checkpoint):
 @pytest.mark.parametrize(
     "option, value", [("--prompt-len", "250"), ("--n-answers", "1"), ("--n-tokens", "1")]
 )
-def test_bad_input(checkpoint, option, value):
-    run = run_script("main_paged_sharing.py", option, value, checkpoint=checkpoint)
-    assert run.status == 2
-    assert f"{option} {value}" in run.stderr
+def test_bad_input(checkpoint, option, value, monkeypatch, capsys):
+    options = [option, value, "--checkpoint", checkpoint]
+    assert f"{option} {value}" in refusal("main_paged_sharing.py", options, monkeypatch, capsys)

@@ -2,12 +2,14 @@
 
 import copy
 import inspect
+import runpy
+import sys
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from helpers import assert_close, random_tokens, run_script, tiny_model
+from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -369,6 +371,7 @@ def test_script(checkpoint, tmp_path):
     assert cut["n_parameters"] < 0.55 * whole["n_parameters"]
     assert one_shot["kv_bytes_per_token"] * 2 == whole["kv_bytes_per_token"] == 2 * 6 * 384 * 4
     assert one_shot["peak_memory_mb"] < 0.6 * whole["peak_memory_mb"]
+    assert one_shot["step_mb"] < 0.55 * whole["step_mb"]
     if checkpoint == utils.GPTLITE_CKPT_PATH:
         assert whole["valid_loss"] < min(one_shot["valid_loss"], rounds["valid_loss"])
         assert max(one_shot["valid_loss"], rounds["valid_loss"]) < blank["valid_loss"]
@@ -376,7 +379,11 @@ def test_script(checkpoint, tmp_path):
     assert all(len(line) <= 120 for line in run.stdout.splitlines()[:-1] if not line.startswith("  "))
 
 
-@pytest.mark.parametrize("keep", ["0", "1.5"])
-def test_script_refuses_a_share_out_of_range(keep, checkpoint):
-    run = run_script("main_pruning.py", "--quick", "--keep", keep, checkpoint=checkpoint)
-    assert run.status == 2 and run.stderr.strip().splitlines()[-1].startswith("main_pruning.py: cannot keep")
+@pytest.mark.parametrize("keep", ["0", "1.5", "nan"])
+def test_script_refuses_a_share_out_of_range(keep, monkeypatch, capsys):
+    script = str(ROOT / "main_pruning.py")
+    monkeypatch.setattr(sys, "argv", [script, "--quick", "--keep", keep])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("main_pruning.py: --keep is a share above 0 and at most 1")

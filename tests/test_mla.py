@@ -9,6 +9,7 @@ from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import inference_training as training
 import inference_utils as utils
 import main_mla
 import main_mla_absorption
@@ -353,7 +354,7 @@ def test_conversions_that_cannot_be():
 
 def test_training_a_converted_model_lowers_its_loss():
     model = mla_model(4, dtype=torch.float32)
-    losses = utils.train_steps(model, torch.arange(400) % 7, 12, 3e-3, 4, 16)
+    losses = training.train_steps(model, torch.arange(400) % 7, 12, 3e-3, 4, 16)
     assert losses[-1] < losses[0]
 
 
@@ -404,11 +405,9 @@ def test_script_of_conversions(trained):
     assert rows["SVD 384"]["same_best_token"] > 0.999
 
 
-def test_script_of_absorption(checkpoint):
-    run = run_script(
-        "main_mla_absorption.py", "--quick", "--repeats", "1", "--json", "-", "--batch-size", "1",
-        checkpoint=checkpoint,
-    )  # fmt: skip
+def test_script_of_absorption():
+    options = ("--quick", "--repeats", "1", "--json", "-", "--batch-size", "1")
+    run = run_script("main_mla_absorption.py", *options)
     assert run.status == 0, run.stderr + run.stdout
     assert len(run.json["checks"]) == 12 and all(run.json["checks"].values())
     for title, table in run.json["sweeps"].items():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_block_cache import PAGED, alone, assert_clean, run, tree_of_texts
 
 from gptlite_paged import Sequence
-from main_block_cache import serve_chats
+from inference_serving import serve_chats
 from main_prefix_cache import common_length
 from main_radix_cache import RadixCache, RadixScheduler
 

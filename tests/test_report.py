@@ -115,10 +115,12 @@ def test_help_tells_defaults_where_there_are_any():
 
 
 def test_options_that_a_script_leaves_out_are_refused(capsys):
-    parser = rep.options("Tiny.", repeats=None, plot=False, dtype=False)
+    parser = rep.options("Tiny.", repeats=None, plot=False, dtype=False, data=False, weights=False)
     args = parser.parse_args([])
-    assert args.plot is None and args.dtype == "float32" and args.repeats == 1
-    for option in (["--plot", "x.png"], ["--dtype", "float16"], ["--repeats", "2"]):
+    assert args.plot is args.data is None and args.dtype == "float32" and args.repeats == 1
+    assert args.checkpoint == utils.GPTLITE_CKPT_PATH
+    for option in ("--plot x.png", "--dtype float16", "--repeats 2", "--data x.txt", "--checkpoint x.pth"):
+        option = option.split()
         with pytest.raises(SystemExit) as end:
             parser.parse_args(option)
         assert end.value.code == 2 and f"unrecognized arguments: {option[0]}" in capsys.readouterr().err

@@ -12,8 +12,9 @@ from helpers import ROOT, assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import inference_utils
+import inference_training as training
 from gptlite import GPTlite
+from inference_training import check_finite, save_state, stop_between_steps
 from inference_utils import load_checkpoint
 from main_training import (
     MultiHeadAttention_Training,
@@ -91,12 +92,12 @@ def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, caps
 
     def interrupted(*args):
         calls.append(args)
-        inference_utils_step(*args)
+        real_step(*args)
         if len(calls) == 2:  # Ctrl-C when the weights are updated and the step is not counted yet
             signal.raise_signal(signal.SIGINT)
 
-    inference_utils_step = inference_utils.optimizer_step
-    monkeypatch.setattr(inference_utils, "optimizer_step", interrupted)
+    real_step = training.optimizer_step
+    monkeypatch.setattr(training, "optimizer_step", interrupted)
     assert run_training(monkeypatch, *options, str(parts)) == 130
     assert "--resume' goes on" in capsys.readouterr().out
     assert not parts.exists() and parts.with_suffix(".state").exists()
@@ -143,7 +144,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch, tmp_path, capsys):
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the second interrupt did nothing")
 
-    monkeypatch.setattr(inference_utils, "optimizer_step", interrupted_twice)
+    monkeypatch.setattr(training, "optimizer_step", interrupted_twice)
     options = ["--steps", "4", "--data", str(own_text), "--checkpoint", str(tmp_path / "model.pth")]
     assert run_training(monkeypatch, *options) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "main_training.py: stopped"
@@ -166,6 +167,69 @@ def test_full_disk_keeps_the_last_state(monkeypatch, tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
     assert path.read_bytes() == b"the last good file"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.pth", "own.txt"]
+
+
+def test_signals_are_caught_once_and_given_back():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    for i, number in enumerate(numbers):
+        with stop_between_steps(*numbers) as stop:
+            signal.raise_signal(number)
+            assert stop == [number] and signal.getsignal(number) == before[i]  # a second one acts at once
+        assert [signal.getsignal(number) for number in numbers] == before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with stop_between_steps(signal.SIGTERM) as stop:
+            signal.raise_signal(signal.SIGTERM)
+        assert not stop and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before[1])
+
+
+def test_only_finite_weights_become_a_state(monkeypatch, tmp_path, capsys):
+    path, model = tmp_path / "model.state", tiny_model(GPTlite)
+    save_state(path, {"step": 1}, model)
+    before = path.read_bytes()
+    for wrong in (float("nan"), float("-inf"), 1e5):  # the last is too large for a checkpoint's 16 bits
+        model.ln.bias.data[3] = wrong
+        with pytest.raises(ValueError, match="a weight after step 2 is not finite"):
+            save_state(path, {"step": 2}, model, may_fail=True)
+    model.ln.bias.data[3] = 0.0
+    with pytest.raises(OSError):
+        save_state(tmp_path, {"step": 2}, model)
+    save_state(tmp_path, {"step": 2}, model, may_fail=True)
+    assert "state not saved" in capsys.readouterr().err
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    check_finite(3, 1.0, 2.0)
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a loss of step 3 is not finite"):
+            check_finite(3, 1.0, wrong)
+
+
+@pytest.mark.parametrize("bad_step", [1, 2])  # seen in the next step's loss, or in the last evaluation
+def test_a_run_that_diverges_leaves_all_files(monkeypatch, tmp_path, capsys, bad_step):
+    own_text = tmp_path / "own.txt"
+    own_text.write_text("To be, or not to be, that is the question:\n" * 80)
+    path, calls, real_step = tmp_path / "model.pth", [], training.optimizer_step
+    for suffix in (".pth", ".json", ".state"):
+        path.with_suffix(suffix).write_text(f"the last good {suffix}")
+
+    def diverging(model, *args):
+        calls.append(real_step(model, *args))
+        if len(calls) == bad_step:
+            model.fc_out.weight.data.fill_(float("nan"))
+
+    monkeypatch.setattr(training, "optimizer_step", diverging)
+    assert run_training(monkeypatch, "--steps", "2", "--data", str(own_text), "--checkpoint", str(path)) == 2
+    error = capsys.readouterr().err
+    assert (
+        error
+        == "main_training.py: training went wrong: a loss of step 2 is not finite; files stay as they are\n"
+    )
+    for suffix in (".pth", ".json", ".state"):
+        assert path.with_suffix(suffix).read_text() == f"the last good {suffix}"
+    assert len(list(tmp_path.iterdir())) == 4
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from helpers import assert_close, random_tokens, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+import inference_training as training
 import inference_utils as utils
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache
@@ -707,18 +708,18 @@ def test_cached_logits(n_tokens, prompt_len):
 
 
 def test_learning_rate():
-    rate = functools.partial(utils.learning_rate, peak_lr=3.0, warmup=0.1, floor=0.2)
+    rate = functools.partial(training.learning_rate, peak_lr=3.0, warmup=0.1, floor=0.2)
     assert rate(0.0) == 0 and rate(0.05) == pytest.approx(1.5) and rate(0.1) == pytest.approx(3.0)
     assert rate(0.55) == pytest.approx(3.0 * 0.6) and rate(1.0) == pytest.approx(0.6)
     rates = [rate(i / 200) for i in range(201)]
     assert all(a < b for a, b in zip(rates[:20], rates[1:21], strict=True))
     assert all(a > b for a, b in zip(rates[20:], rates[21:], strict=False))
-    assert utils.learning_rate(1.0, 3.0) == pytest.approx(0) and utils.learning_rate(0.02, 3.0) == 3.0
+    assert training.learning_rate(1.0, 3.0) == pytest.approx(0) and training.learning_rate(0.02, 3.0) == 3.0
 
 
 def test_weight_decay_only_on_matrices():
     model = tiny_model(GPTlite)
-    decayed, free = utils.make_optimizer(model, 0.1).param_groups
+    decayed, free = training.make_optimizer(model, 0.1).param_groups
     assert decayed["weight_decay"] > 0 and free["weight_decay"] == 0
     names = {id(p): name for name, p in model.named_parameters()}
     shown = [names[id(p)] for p in decayed["params"]]
@@ -731,7 +732,7 @@ def test_optimizer_step_clips_gradients():
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
     before = model.weight.item()
-    utils.optimizer_step(model, optimizer, 1000 * model.weight.sum(), lr=0.5)
+    training.optimizer_step(model, optimizer, 1000 * model.weight.sum(), lr=0.5)
     assert model.weight.item() == pytest.approx(before - 0.5, abs=1e-3)
 
 
@@ -742,7 +743,7 @@ def test_train_steps(model_class):
 
     def run(seed=42):
         model = tiny_model(model_class, dtype=torch.float32)
-        losses = utils.train_steps(model, data, 30, 1e-2, 8, 16, seed)
+        losses = training.train_steps(model, data, 30, 1e-2, 8, 16, seed)
         assert not model.training
         return model, losses
 
@@ -758,7 +759,7 @@ def test_train_steps_leaves_frozen_weights():
     model = tiny_model(GPTlite, dtype=torch.float32)
     model.token_embedding.weight.requires_grad_(False)
     before = model.token_embedding.weight.clone()
-    utils.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
+    training.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
     assert torch.equal(model.token_embedding.weight, before)
 
 
@@ -766,7 +767,7 @@ def test_uptrained_losses():
     data = torch.arange(400) % 7
     model = tiny_model(GPTlite, dtype=torch.float32)
     before = utils.validation_loss(model, data, 8)
-    assert utils.uptrained_losses(model, data, data, 8, 0) == {"valid_loss": before}
-    losses = utils.uptrained_losses(model, data, data, 8, 30, 1e-2, 8, 16)
+    assert training.uptrained_losses(model, data, data, 8, 0) == {"valid_loss": before}
+    losses = training.uptrained_losses(model, data, data, 8, 30, 1e-2, 8, 16)
     assert losses["valid_loss"] == before and losses["uptrained_loss"] < 0.5 * before
     assert losses["uptrained_loss"] == utils.validation_loss(model, data, 8)
