@@ -97,7 +97,7 @@ def options(
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
     parser.set_defaults(dtype="float32", plot=None, repeats=1, data=None, checkpoint=checkpoint)
-    add = parser.add_argument_group("options of every script").add_argument
+    add = parser.add_argument_group("common options").add_argument
     add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where to run")
     if dtype:
         types = ["float32", "bfloat16", "float16"]
@@ -106,7 +106,12 @@ def options(
     if weights:
         add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
     if data:
-        add("--data", metavar="FILE", type=Path, help="own text instead of the plays, same characters")
+        add(
+            "--data",
+            metavar="FILE",
+            type=Path,
+            help="own text (UTF-8: newline, printable ASCII), not the plays",
+        )
     add("--json", metavar="FILE", help="write the report as JSON; - for the last line of the output")
     if plot:
         add("--plot", metavar="FILE.png", type=Path, help="write the figure")
@@ -308,7 +313,7 @@ def without_nan(value):
 
 
 class Report:
-    """Collects what a script measured, prints it as one page of text, and writes it as JSON.
+    """Prints what runs, collects what it measured, prints that as one page of text, and writes it as JSON.
 
     report.row(...) per method (baseline first), report.sweep(...) for a further table, report.check(...)
     for every equality, report.why(...) for the explanation, then report.finish().
@@ -339,6 +344,8 @@ class Report:
             "checks": {},
             "why": [],
         }
+        with contextlib.suppress(BrokenPipeError):  # a reader that goes away ends the run, but at its end
+            print(self.header(), flush=True)  # now: the measuring may take minutes
 
     def row(self, method, measurement=None, baseline=False, **figures):
         """One row of the table: the figures of a Measurement and others by name; absent ones are None.
@@ -429,8 +436,7 @@ class Report:
         return cell(row.get(key), self.columns[key][1])
 
     def text(self):
-        blocks = [self.header()]
-        rows = self.data["rows"]
+        blocks, rows = [""], self.data["rows"]  # an empty line behind the header
         if rows:
             keys = [key for key in self.columns if any(self.table_cell(row, key) != "-" for row in rows)]
             if len({row["n_parameters"] for row in rows}) == 1 and "n_parameters" in keys:
@@ -450,7 +456,7 @@ class Report:
                 fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in self.data["why"]
             ]
             blocks.append("\n".join(["why:", *lines]))
-        return "\n\n".join(blocks)
+        return "\n\n".join(blocks).replace("\n\n", "\n", 1)
 
     def finish(self):
         """Writes the JSON, prints the report, and ends the script with status 1 if a check is false."""

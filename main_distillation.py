@@ -270,7 +270,10 @@ if __name__ == "__main__":
                 f"{loss['soft labels']} on soft labels, {loss['hard labels']} on the text alone."
             )
         report.why(
-            f"Written: the student of the soft labels, {args.output.name}, and {args.output.stem}.json."
+            "A quick run keeps nothing."
+            if args.quick
+            else f"Written: the student of the soft labels, {args.output.name}, and {args.output.stem}.json; "
+            f"{args.output.stem}.state, from which --resume goes on, may be deleted."
         )
         if args.plot:
             figure, axes = rep.new_figure()

@@ -245,7 +245,7 @@ if __name__ == "__main__":
             n_bytes = sum(path.stat().st_size for path in folder.iterdir())
         W = model.seqlen
         T = min(args.prompt_len, W - 1)
-        n_tokens = args.n_tokens or (8 if args.quick else W - T)
+        n_tokens = args.n_tokens or (8 if args.quick or args.read else W - T)
         n_tokens = min(n_tokens, W - T)  # OPT has no positions beyond the context
         prompt = utils.sample_prompts(valid_data, 1, T).to(args.device)  # [1, T]
         report = rep.Report(args, "export", model, batch_size=1, prompt_len=T, n_tokens=n_tokens)
@@ -273,13 +273,13 @@ if __name__ == "__main__":
         difference = utils.largest_difference(theirs, logits)
         tolerance = utils.TOLERANCE[args.dtype]
         report.check(f"the same logits, within {tolerance:.0e}", difference <= tolerance)
-        loss = utils.validation_loss(model, valid_data, 4 if args.quick else 128)
+        loss = utils.validation_loss(model, valid_data, 4 if args.quick or args.read else 128)
         figures = {"GPTlite": {"valid_loss": loss}}
         report.method_rows(methods, results, prompt, logits[:, T - 1 :], figures=figures)
         report.why(
-            f"The folder takes {n_bytes / 1e6:.1f} MB: {utils.weight_bytes(opt) / 1e6:.1f} MB of weights "
-            "under OPT's names, its configuration and a tokenizer of characters. Logits differ by "
-            f"{difference:.1e}: the output bias, which OPT has not, lies in the last layer norm."
+            f"The folder takes {n_bytes / 1e6:.1f} MB: weights under OPT's names, and "
+            f"{(n_bytes - utils.weight_bytes(opt)) / 1e3:.0f} kB that describe model and tokenizer. Logits "
+            f"differ by {difference:.1e}: the output bias, which OPT has not, lies in the last layer norm."
         )
         ours, peer = (results[m.name].tpot_ms for m in methods)
         if ours and peer:
@@ -289,7 +289,10 @@ if __name__ == "__main__":
                 "page the cache, share prefixes and split the model; one text on one machine gains nothing."
             )
         if args.read:
-            utils.write_atomically(args.output, lambda path: torch.save(back.state_dict(), path))
+            state = back.state_dict()
+            half = {name: tensor.half() for name, tensor in state.items()}  # as checkpoints are, if exact
+            exact = all(torch.equal(half[name].to(tensor), tensor) for name, tensor in state.items())
+            utils.write_atomically(args.output, lambda path: torch.save(half if exact else state, path))
             report.why(f"The checkpoint is {args.output}; every script takes it with --checkpoint.")
         elif args.folder:
             report.why(f"Serve it with: vllm serve {args.folder}   (or SGLang; neither was run here)")

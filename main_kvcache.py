@@ -332,7 +332,7 @@ if __name__ == "__main__":
         )
         plain, kept = (list(accumulate(single[name].steps_ms)) for name in ("no cache", "dynamic"))
         behind = [i for i, (a, b) in enumerate(zip(plain, kept, strict=True), 1) if b >= a]
-        ahead = behind[-1] + 1 if behind else 1  # from this token on the cache's run is ahead, to the end
+        ahead = behind[-1] + 1 if behind else 2  # from this token on the cache's run is ahead, to the end
         report.why(
             f"TTFT is {plain[0]:.1f} ms without and {kept[0]:.1f} ms with a dynamic cache: the prompt has to "
             "be read either way. "

@@ -50,8 +50,8 @@ if __name__ == "__main__":
         mlas = {
             r: MultiHeadAttention_MLA(p.d_model, H, D, 0.0, r).eval().to(dev, args.dtype) for r in latents
         }
-        report = rep.Report(args, "MLA, absorbed or explicit", mlas[latents[0]], batch_size=B)
-        report.data["config"]["checkpoint"] = "one layer, random weights"
+        config = {"checkpoint": "one layer, random weights", "batch_size": B}
+        report = rep.Report(args, "MLA, absorbed or explicit", mlas[latents[0]], **config)
         limits, tables = rep.measure_ceilings(dev, args.dtype), {}
         for Sq, Sk in shapes:
             K, V = (torch.randn(B, H, Sk, D, device=dev).to(args.dtype) for _ in range(2))

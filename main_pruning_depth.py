@@ -1,12 +1,13 @@
 """Pruning: whole blocks are taken out, and the depth of a model is weighed against its width.
 
-Idea: a block adds to the residual stream, so the model still works without it. Which one matters least tells
-the loss without each, or, from one reading of some text, how far each block turns the residual stream. A
+Idea: a block adds to the residual stream, so the model still works without it. Two ways tell which block
+matters least: the loss without it, or how far it turns the residual stream, from one reading of some text. A
 shallower model has fewer operations in a row, a narrower one smaller ones: at equal parameters, which is
 faster, and which learns to cope better in a short distillation?
 
 Exact: a model without a block computes what the whole one does with that block adding zero. Approximate:
-leaving it out, and what the distillation makes of the rest.
+leaving it out, and what the distillation makes of the rest. GPTlite was trained with stochastic depth, which
+skips late blocks at random: they matter less here than in a model trained without it.
 
 Run: python main_pruning_depth.py
 
@@ -63,8 +64,9 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
     from main_distillation import distill
-    from main_pruning import DECODE_COLUMNS, compute_importance, decode_rows, prune
+    from main_pruning import compute_importance, prune
     from main_pruning_parts import channel_importance, prune_channels
+    from pruning_report import DECODE_COLUMNS, decode_rows
 
     parser = rep.options(__doc__, repeats=3)
     parser.add_argument(
@@ -80,7 +82,7 @@ if __name__ == "__main__":
         batch_size, seqlen, n_windows, n_texts, n_tokens = (2, 64, 4, 8, 16) if quick else (8, W, 32, 32, 128)
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite, vocab_size, args.checkpoint, dropout_p=0.0).to(dev)
-        columns = {"valid_loss": ("pruned", "{:.4f}"), "distilled_loss": ("distilled", "{:.4f}")}
+        columns = {"valid_loss": ("pruned loss", "{:.4f}"), "distilled_loss": ("distilled loss", "{:.4f}")}
         config = {"batch_size": 1, "prompt_len": 64, "n_tokens": n_tokens, "steps": n_steps}
         config |= {"train_batch_size": batch_size, "train_seqlen": seqlen, "n_texts": n_texts}
         report = rep.Report(args, "depth", model, DECODE_COLUMNS | columns, **config)
@@ -118,9 +120,13 @@ if __name__ == "__main__":
         with torch.no_grad():
             off = utils.largest_difference(shallow(tokens), masked(tokens))
         report.check(f"blocks: removed is masked, logits differ by {off:.0e}, at most 1e-04", off <= 1e-4)
-        n_heads, n_neurons, n_channels = (round(n * (1 - n_blocks / L)) for n in (p.n_heads, 4 * E, E))
+        n_heads, n_neurons = (round(n * (1 - n_blocks / L)) for n in (p.n_heads, 4 * E))
         heads, neurons = compute_importance(model, train_data, n_texts // 8, 8, W)
-        channels = channel_importance(model, train_data, n_texts, W)
+        channels = channel_importance(model, train_data, n_texts, W)  # [E]
+        # parameters are linear in the channels; embeddings shrink as well, so more than 1 - n_blocks / L stay
+        one_less = prune_channels(copy.deepcopy(model), channels, E - 1, exact=False)
+        n_whole, n_less, n_wanted = (utils.n_parameters(m) for m in (model, one_less, shallow))
+        n_channels = round(E - (n_whole - n_wanted) / (n_whole - n_less))
         students = {
             "blocks": shallow,
             "heads and neurons": prune(copy.deepcopy(model), heads, neurons, n_heads, n_neurons),

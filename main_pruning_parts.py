@@ -107,7 +107,8 @@ if __name__ == "__main__":
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_model_parameters
-    from main_pruning import DECODE_COLUMNS, compute_importance, decode_rows, mask, prune
+    from main_pruning import compute_importance, mask, prune
+    from pruning_report import DECODE_COLUMNS, decode_rows
 
     parser = rep.options(__doc__, repeats=3)
     with rep.script(parser) as args:

@@ -5,7 +5,7 @@ Their ratio, the arithmetic intensity, tells which of the two limits it: a promp
 for all its tokens, a decode step for one token of each sequence. Operations are exact counts, checked against
 PyTorch's; the ceilings are measured here, or given with --ceilings, and then the times are predictions.
 
-Run: python main_roofline.py            (--ceilings 500 4800 predicts for 500 TFLOP/s and 4800 GB/s)
+Run: python main_roofline.py            (--ceilings 500 4800 --dtype bfloat16 predicts for a GPU)
 
 Source: Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures, 2009;
 Pope et al., Efficiently Scaling Transformer Inference, 2022 (operations and bytes of both phases).
@@ -104,7 +104,7 @@ if __name__ == "__main__":
         limits, repeats = rep.measure_ceilings(dev, args.dtype), 3 if quick else args.repeats
         described = rep.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
         columns = {"gflop": ("GFLOP", "{:.3f}"), "n_mb": ("MB", "{:.1f}"), "intensity": ("FLOP/B", "{:.1f}")}
-        columns |= {"least_ms": ("least ms", "{:.2f}"), "limit": ("limited by", "{}")}
+        columns |= {"least_ms": ("least ms", "{:.2f}"), "limit": ("bound by", "{}")}
         columns |= {"share": ("reached", "{:.0%}"), "gflop_per_s": ("GFLOP/s", "{:.0f}")}
         columns |= {"predicted_ms": ("predicted ms", "{:.4f}")} if described else {}
         ceilings = {"flops_per_s": limits.flops_per_s, "bytes_per_s": limits.bytes_per_s}

@@ -244,7 +244,12 @@ if __name__ == "__main__":
             f"{facts['tokens_seen'] / len(train_data):.1f} passes over {len(train_data):,} training "
             "characters. The training loss is measured with blocks left out: above the whole model's."
         )
-        report.why(f"Written: {args.checkpoint.name} and {json_path.name}, validation loss {valid:.4f}.")
+        report.why(
+            "A quick run keeps nothing."
+            if args.quick
+            else f"Written: {args.checkpoint.name} and {json_path.name}, validation loss {valid:.4f}; "
+            f"{state_path.name}, from which --resume goes on, may be deleted."
+        )
         if args.plot:
             figure, axes = rep.new_figure()
             tokens = [point[0] * p.batch_size * p.seqlen / 1e6 for point in curve]

@@ -1,5 +1,10 @@
 """Fixtures and settings of all tests."""
 
+import os
+
+# two test processes share the cores (pyproject.toml): a thread that waits must not keep one busy
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from hypothesis import settings
