@@ -42,13 +42,15 @@ def train_students(students, weight_of_text, windows, stored, settings, evaluate
     step, times, curves = 0, [], {name: [] for name in students}
     losses = {name: [] for name in students}  # of the steps since the last evaluation
     if state is not None:
+        if not {*students} == {*state["students"]} == {*state["optimizers"]}:
+            raise ValueError(f"{path} is of a run with the students {', '.join(state['students'])}")
         for name in students:
             students[name].load_state_dict(state["students"][name])
             optimizers[name].load_state_dict(state["optimizers"][name])
-        step, times, curves = state["step"], state["times"], state["curves"]
+        step, times, curves, losses = state["step"], state["times"], state["curves"], state["losses"]
 
     def current_state():
-        now = {"settings": settings, "step": step, "times": times, "curves": curves}
+        now = {"settings": settings, "step": step, "times": times, "curves": curves, "losses": losses}
         for key, parts in (("students", students), ("optimizers", optimizers)):
             now[key] = {name: part.state_dict() for name, part in parts.items()}
         return now
@@ -82,5 +84,6 @@ def train_students(students, weight_of_text, windows, stored, settings, evaluate
             if time.monotonic() - last_save > 180:
                 save_state(path, current_state(), *students.values(), may_fail=True)
                 last_save = time.monotonic()
-        save_state(path, current_state(), *students.values())
+        # a disk that is full now must not take the weights as well, which are much smaller
+        save_state(path, current_state(), *students.values(), may_fail=step == n_steps)
     return current_state(), bool(stop)

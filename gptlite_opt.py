@@ -58,11 +58,19 @@ def opt_state_dict(model):
 def opt_from_gptlite(model):
     """An OPTForCausalLM in evaluation mode that computes what the GPTlite computes, same type, same device.
 
-    Raises: ModuleNotFoundError where transformers is not installed.
+    Raises: ModuleNotFoundError where transformers is not installed, ValueError for a model with pruned heads,
+        neurons of some blocks only, or norms of another kind: OPT has no place for them.
     """
     from transformers import OPTConfig, OPTForCausalLM
 
     vocab_size, d_model = model.token_embedding.weight.shape
+    norms = [model.ln, *(norm for block in model.blocks for norm in (block.ln1, block.ln2))]
+    if any(type(norm) is not torch.nn.LayerNorm for norm in norms):
+        raise ValueError("OPT has plain layer norms, this model has others")
+    if any(block.mha.out_proj.in_features != d_model for block in model.blocks):
+        raise ValueError("OPT's heads are as wide as the model, this one has heads pruned")
+    if len({block.ffwd.net[0].out_features for block in model.blocks}) > 1:
+        raise ValueError("OPT has as many neurons in every block, this model has not")
     config = OPTConfig(
         vocab_size=vocab_size,
         hidden_size=d_model,

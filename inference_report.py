@@ -460,10 +460,15 @@ class Report:
 
     def finish(self):
         """Writes the JSON, prints the report, and ends the script with status 1 if a check is false."""
-        line = json.dumps(without_nan(self.data), allow_nan=False)
+        line, full = json.dumps(without_nan(self.data), allow_nan=False), None
         if self.args.json not in (None, "-"):  # first: whoever reads the page may stop reading (head)
-            write_atomically(self.args.json, lambda path: path.write_text(line + "\n"))
-        print(self.text())
+            try:
+                write_atomically(self.args.json, lambda path: path.write_text(line + "\n"))
+            except OSError as error:  # a full disk must not take the page as well
+                full = error
+        print(self.text(), flush=True)
+        if full:
+            raise full
         if self.args.json == "-":
             print(line)
         if not all(self.data["checks"].values()):

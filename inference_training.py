@@ -175,6 +175,11 @@ def load_state(path, settings, **types):
     return state
 
 
+def digest(data):
+    """A short text that tells one text of token ids [N] from another."""
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+
 def command_line():
     """The command that started this run, --resume left out."""
     words = [word for word in sys.argv[1:] if word != "--resume"]

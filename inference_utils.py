@@ -428,8 +428,8 @@ def first_difference(tokens, reference, logits, margin=1e-3):
     """
     if tokens.shape != reference.shape:
         return 0
-    best = logits.float().topk(2, dim=-1).values  # [B, T, 2]
-    tied = (best[..., 0] - best[..., 1]) <= margin  # [B, T]
+    best = logits.float().topk(min(2, logits.shape[-1]), dim=-1).values  # [B, T, 2]
+    tied = (best[..., 0] - best[..., -1]) <= margin  # [B, T]
     first = None
     for row in range(tokens.shape[0]):
         differs = (tokens[row] != reference[row]).nonzero()

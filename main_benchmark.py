@@ -70,6 +70,8 @@ if __name__ == "__main__":
         peers = collection.peers() if args.peers else []
         methods += peers
         known = [name for name, _, _ in methods]
+        if args.only == []:
+            raise ValueError(f"--only needs a name; there are: {', '.join(known)}")
         for name in [*(args.only or []), *args.skip]:
             if name not in known:
                 raise ValueError(f"no method {name!r}; there are: {', '.join(known)}")

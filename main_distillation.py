@@ -109,14 +109,14 @@ if __name__ == "__main__":
 
     import inference_report as rep
     import inference_utils as utils
-    from data.shakespeare import get_shakespeare_data
+    from data.shakespeare import check_length, get_shakespeare_data
     from distillation_run import make_students, train_students
     from gptlite import GPTlite, get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_KVCache
-    from inference_training import command_line, load_state, write_card, write_weights
+    from inference_training import command_line, digest, load_state, write_card, write_weights
     from main_distillation_store import store_soft_labels
     from main_kvcache import generate_kvcache
-    from main_training import MultiHeadAttention_Training
+    from main_training import DROPOUT, MultiHeadAttention_Training
 
     parser = rep.options(__doc__, repeats=3, checkpoint_help="weights of the teacher")
     parser.add_argument("--steps", type=rep.positive_int, default=400, help="training steps of each student")
@@ -130,6 +130,8 @@ if __name__ == "__main__":
     with rep.script(parser) as args:
         p, dev, n_valid, n_tokens = get_gptlite_distilled_model_parameters(), args.device, 128, 128
         if args.quick:  # a few steps that leave nothing behind
+            if args.resume:
+                raise ValueError("--quick keeps nothing, so there is nothing to --resume")
             folder = tempfile.TemporaryDirectory()
             p, n_valid, n_tokens = p._replace(batch_size=4, seqlen=64), 8, 8
             args.steps, args.output = 12, Path(folder.name) / "quick.pth"
@@ -140,6 +142,13 @@ if __name__ == "__main__":
         if args.top_k and args.loss == "mse" and args.top_k < V:
             raise ValueError("--loss mse compares all logits, and --top-k stores only some of them")
         rep.check_writable(args.output, (".pth",))
+        if args.output.resolve() == args.checkpoint.resolve():
+            raise ValueError(f"--output {args.output} is the teacher's own file")
+        check_length(valid_data, T + 1)  # now, and not after the training
+        shipped, shipped_weights = utils.GPTLITE_DISTILLED_CKPT_PATH, None
+        if shipped.is_file() and shipped.resolve() != args.output.resolve():
+            shipped_weights = utils.load_checkpoint(shipped)
+            utils.load_weights(utils.make_model(GPTlite, V, distilled=True), shipped_weights, str(shipped))
         n_windows = min(args.steps * B, N_STORED)
         windows = utils.sample_prompts(train_data, n_windows, T + 1)  # [N, T+1]
         teacher = utils.load_model(GPTlite, V, args.checkpoint).to(dev)
@@ -152,11 +161,11 @@ if __name__ == "__main__":
         students = make_students(weight_of_text, V, p, args.seed, dev)
         settings = {"steps": args.steps, "temperature": args.temperature, "alpha": args.alpha}
         settings |= {"loss": args.loss, "top_k": args.top_k, "n_windows": n_windows, "seed": args.seed}
-        settings |= {"n_train": len(train_data)} | p._asdict() | {"lr": LR}
+        settings |= {"text": digest(train_data)} | p._asdict() | {"lr": LR}
         settings["teacher_sha256"] = hashlib.sha256(args.checkpoint.read_bytes()).hexdigest()
         state = stored = None  # the store follows from the teacher and the text: not part of the state
         if args.resume:
-            types = {"students": dict, "optimizers": dict, "times": list, "curves": dict}
+            types = {"students": dict, "optimizers": dict, "times": list, "curves": dict, "losses": dict}
             state = load_state(state_path, settings, **types)
         if state is None or state["step"] < args.steps:
             with utils.Timer(dev) as timer:
@@ -177,10 +186,8 @@ if __name__ == "__main__":
         states = {"teacher": utils.load_checkpoint(args.checkpoint)}
         for name, student in students.items():
             states[name] = {key: tensor.cpu().half() for key, tensor in student.state_dict().items()}
-        write_weights(args.output, students["soft labels"])
-        shipped = utils.GPTLITE_DISTILLED_CKPT_PATH
-        if shipped.is_file() and shipped.resolve() != args.output.resolve():
-            states["shipped student"] = utils.load_checkpoint(shipped)
+        if shipped_weights is not None:
+            states["shipped student"] = shipped_weights
         columns = {"weights_mb": ("MB", "{:.1f}"), "kl_to_teacher": ("KL to teacher", "{:.4f}")}
         columns |= {"same_best_token": ("same best", "{:.1%}")}
         sizes = {"batch_size": 1, "prompt_len": 32, "n_tokens": n_tokens, "steps": args.steps}
@@ -213,7 +220,8 @@ if __name__ == "__main__":
         facts = {"tokens_seen": step * B * T, "settings": settings, "compared": compared}
         facts |= {"training_minutes": round(step * one_ms / 60_000, 1), "device": rep.device_name(dev)}
         n_large, n_small = utils.n_parameters(teacher), utils.n_parameters(students["soft labels"])
-        parameters = p._asdict() | {"vocab_size": V, "n_parameters": n_small}
+        parameters = p._asdict() | {"vocab_size": V, "n_parameters": n_small, "lr": LR, "dropout_p": DROPOUT}
+        write_weights(args.output, students["soft labels"])  # together: the card holds the weights' hash
         write_card(args.output, parameters, soft["valid_loss"], args.data, facts, n_curve, curves)
 
         x = windows[:B, :-1].to(dev)  # [B, T]
@@ -230,12 +238,12 @@ if __name__ == "__main__":
         same = all(torch.equal(tensor, untouched[n]) for n, tensor in teacher.state_dict().items())
         report.check("the teacher is what it was, bit for bit", same and not teacher.training)
 
-        gain, lead = hard["valid_loss"] - soft["valid_loss"], soft["valid_loss"] - large["valid_loss"]
+        gain = hard["valid_loss"] - soft["valid_loss"]
         report.why(
-            f"After {step} steps of {B} x {T} tokens soft labels {'lower' if gain > 0 else 'raise'} the "
-            f"validation loss by {abs(gain):.4f} nats against the text alone (KL to the teacher "
-            f"{soft['kl_to_teacher']:.4f} against {hard['kl_to_teacher']:.4f}). The teacher leads by "
-            f"{lead:.4f}."
+            f"After {step} steps of {B} x {T} tokens the validation loss on soft labels is "
+            f"{gain:.4f} nats below that on the text alone (KL to the teacher "
+            f"{soft['kl_to_teacher']:.4f} against {hard['kl_to_teacher']:.4f}). The teacher's own "
+            f"is {large['valid_loss']:.4f}."
         )
         entropy = torch.distributions.Categorical(logits=target).entropy().mean()
         report.why(
@@ -259,16 +267,17 @@ if __name__ == "__main__":
         report.why(
             f"For a batch the teacher takes {alone.ms:.0f} ms, a student's step {one_ms:.0f} ms, one with "
             f"the teacher running along (distill) {along.ms / 3:.0f} ms. Stored instead: {n_bytes} bytes a "
-            f"token, {n_bytes * n_windows * T / 1e6:.0f} MB, each read by {len(students)} students "
-            f"{step * B / n_windows:.1f} times."
+            f"token, {n_bytes * n_windows * T / 1e6:.0f} MB, each read {step * B / n_windows:.1f} "
+            f"times by {sum(alpha < 1 for alpha in weight_of_text.values())} of the students."
         )
         if "shipped student" in states and shipped.with_suffix(".json").is_file():
             known = json.loads(shipped.with_suffix(".json").read_text())
-            loss = {name: row["valid_loss"] for name, row in known["compared"].items()}
-            report.why(
-                f"The shipped student saw {known['tokens_seen'] / 1e6:.0f} million tokens: validation loss "
-                f"{loss['soft labels']} on soft labels, {loss['hard labels']} on the text alone."
-            )
+            loss = {name: row["valid_loss"] for name, row in known.get("compared", {}).items()}
+            if loss:  # not where main_training.py has trained it
+                report.why(
+                    f"The shipped student saw {known['tokens_seen'] / 1e6:.0f} million tokens: validation "
+                    f"loss {loss['soft labels']} on soft labels, {loss['hard labels']} on the text alone."
+                )
         report.why(
             "A quick run keeps nothing."
             if args.quick

@@ -64,6 +64,7 @@ def store_soft_labels(teacher, inputs, temperature, k=None, batch_size=16):
     for start in tqdm(range(0, len(inputs), batch_size), desc="soft labels", leave=False, disable=None):
         with autocast(device):
             logits = teacher(inputs[start : start + batch_size].to(device))  # [B, T, V]
+        logits = logits[0] if isinstance(logits, tuple) else logits
         log_p = F.log_softmax(logits.float() / temperature, dim=-1)  # [B, T, V]
         values, indices = keep_best(log_p, k)
         if indices is not None and log_p.shape[-1] > 256:
@@ -83,7 +84,7 @@ def student_loss(logits, targets, values, indices, temperature, alpha=0.0, kind=
     """alpha times the loss on the text plus 1 - alpha times that on stored soft labels.
 
     Args: logits [B, T, V]; targets: the text's next tokens [B, T]; values, indices: of the same windows,
-        stored with this temperature; kind: "kl", or "mse" of the logits (all V stored).
+        stored with this temperature; kind: "kl", or "mse" of the logits (all V stored, else ValueError).
     Returns: a scalar per token, in nats for "kl".
     """
     loss = 0.0
@@ -92,6 +93,8 @@ def student_loss(logits, targets, values, indices, temperature, alpha=0.0, kind=
     if alpha < 1:
         stored = temperature * values.float()  # [B, T, V or k+1]: logits up to a constant for each token
         if kind == "mse":
+            if indices is not None:
+                raise ValueError("the mean squared error takes all logits, and only the best are stored")
             return loss + (1 - alpha) * logit_mse(logits, stored)
         if indices is not None:
             logits = temperature * merge_rest(logits / temperature, indices.long())  # [B, T, k+1]
@@ -131,7 +134,7 @@ if __name__ == "__main__":
     import inference_utils as utils
     from data.shakespeare import get_shakespeare_data
     from gptlite import GPTlite, get_gptlite_distilled_model_parameters
-    from main_distillation import LR, compare_with_teacher
+    from main_distillation import LR, N_STORED, compare_with_teacher
     from main_training import MultiHeadAttention_Training, model_for_training
 
     parser = rep.options(__doc__, repeats=3, checkpoint_help="weights of the teacher", plot=False)
@@ -144,6 +147,8 @@ if __name__ == "__main__":
             p, n_valid, args.steps = p._replace(batch_size=4, seqlen=64), 8, 12
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         V, B = vocab_size, p.batch_size
+        if args.steps * B > N_STORED:
+            raise ValueError(f"--steps {args.steps}: at most {N_STORED // B}, all labels are kept in memory")
         if max(args.top_k) >= V:
             raise ValueError(f"--top-k {max(args.top_k)}: all {V} tokens are a row of its own, keep fewer")
         teacher = utils.load_model(GPTlite, V, args.checkpoint).to(dev)

@@ -220,6 +220,8 @@ if __name__ == "__main__":
             if args.folder or not args.output:
                 raise ValueError("--read FOLDER needs --output FILE.pth, and no other folder")
             rep.check_writable(args.output, (".pth",))
+        elif args.output:
+            raise ValueError("--output FILE.pth goes with --read FOLDER")
         import safetensors  # noqa: F401  (named first where it is missing)
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging

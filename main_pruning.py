@@ -62,7 +62,7 @@ def mean_over_text(model, measures, windows, batch_size=8):
 def compute_importance(model, data, n_batches, batch_size, seqlen):
     """How strongly the heads and neurons of a model respond to text.
 
-    Args: model: GPTlite or a variant, of any form of cache; data: token ids [N], of which n_batches *
+    Args: model: GPTlite or a variant that takes token ids [B, T]; data: token ids [N], of which n_batches *
         batch_size windows of seqlen tokens are read, spread evenly, so that the split does not matter.
     Returns: heads [L, H], the mean over tokens of the length of a head's output, and neurons [L, F], that of
         the size of an activation. Raises ValueError for no windows, or a text shorter than one.
@@ -292,12 +292,12 @@ if __name__ == "__main__":
             curve.append({"step": step} | means)
         report.sweep(f"Distillation loss, mean of {width} steps (nats, temperature 2)", curve)
 
-        gain = timed["teacher"]["measurement"].tpot_ms / timed["one shot"]["measurement"].tpot_ms
+        share = timed["one shot"]["measurement"].tpot_ms / timed["teacher"]["measurement"].tpot_ms
         steps = [f"{row['step_mb']:.1f} MB ({row['of_limit']:.0%} of the limit)" for row in timed.values()]
         report.why(
             f"A step reads {steps[0]} whole and {steps[1]} cut, with 2 operations for every number of "
-            f"{args.dtype.itemsize} bytes. TPOT is {gain:.2f} times lower: the matrices stay dense and need "
-            "no special kernel, but there are as many of them, and what a step does besides stays."
+            f"{args.dtype.itemsize} bytes. TPOT is {share:.2f} of the whole model's: the matrices stay dense "
+            "and need no special kernel, but there are as many of them, and what a step does besides stays."
         )
         rise = {name: value - loss["teacher"] for name, value in loss.items()}
         report.why(
@@ -308,7 +308,7 @@ if __name__ == "__main__":
         report.why(
             f"{several} end {rise[several] - rise['one shot']:+.3f} nats from one shot at the same total of "
             "steps. Rounds weigh anew what is left after each cut, and leave the final shape only "
-            f"{n_steps // n_rounds} steps of its own."
+            f"{n_steps - n_steps * (n_rounds - 1) // n_rounds} steps of its own."
         )
         if args.plot:
             figure, axes = rep.new_figure()

@@ -45,7 +45,7 @@ def score_units(model, data, n_windows, seqlen, batch_size=8, seed=0):
 
     Args: data: token ids [N], of which n_windows of seqlen tokens, a multiple of batch_size, are read.
     Returns: for "neurons" and "heads" {name: importance [L, units]}, and the moments of what their output
-        layers read, as input_moments gives them. The model is left as it was.
+        layers read, as input_moments gives them. The model is left as it was, without gradients.
     """
     windows = sample_prompts(data, n_windows, seqlen + 1).to(next(model.parameters()).device)  # [n, T+1]
     places = {kind: structures(model, kind) for kind in ("heads", "neurons")}
@@ -53,9 +53,12 @@ def score_units(model, data, n_windows, seqlen, batch_size=8, seed=0):
     seen = input_moments(model, outputs, windows[:, :-1], batch_size)
     moments = {"heads": seen[: len(model.blocks)], "neurons": seen[len(model.blocks) :]}
     strengths = compute_importance(model, data, n_windows // batch_size, batch_size, seqlen)
+    was_training = model.training
+    model.eval()  # dropout would be part of the gradients
     model.zero_grad()
     for batch in windows.split(batch_size):
         logits = model(batch[:, :-1])  # [B, T, V]
+        logits = logits[0] if isinstance(logits, tuple) else logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
         (loss / windows[:, 1:].numel()).backward()
     scores, generator = {}, torch.Generator().manual_seed(seed)
@@ -72,6 +75,7 @@ def score_units(model, data, n_windows, seqlen, batch_size=8, seed=0):
             name: torch.stack([layer.cpu().double() for layer in rows]) for name, rows in by_name.items()
         }
     model.zero_grad()
+    model.train(was_training)
     return scores, moments
 
 
@@ -166,7 +170,7 @@ if __name__ == "__main__":
         active = scores["neurons"]["activation"][0][order].chunk(4)  # a quarter of the neurons each
         report.why(
             f"{mid}% of the neurons by magnitude cost {rise['magnitude']:+.3f} nats, at random "
-            f"{rise['random']:+.3f}: large weights do not tell what a neuron does on text. In block 0 the "
+            f"{rise['random']:+.3f}. A weight does not tell what a neuron does on text: in block 0 the "
             f"quarter with the smallest weights, which goes first, has a mean activation of "
             f"{active[0].mean():.3f}, the quarter with the largest {active[-1].mean():.3f}."
         )

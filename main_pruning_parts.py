@@ -27,19 +27,21 @@ class LayerNorm_Pruned(nn.LayerNorm):
     [..., channels that stay] -> the same; equal to what the layer norm of all channels gives these.
     """
 
-    n_full = None  # number of channels before any was removed
-
     def forward(self, x):
-        mean = x.sum(dim=-1, keepdim=True) / self.n_full  # [..., 1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the squares are too large for float16
+        mean = wide.sum(dim=-1, keepdim=True) / self.n_full  # [..., 1]
         zeros = self.n_full - x.shape[-1]  # each lies mean away from the mean
-        squares = (x - mean).square().sum(dim=-1, keepdim=True) + zeros * mean.square()  # [..., 1]
-        return (x - mean) * torch.rsqrt(squares / self.n_full + self.eps) * self.weight + self.bias
+        squares = (wide - mean).square().sum(dim=-1, keepdim=True) + zeros * mean.square()  # [..., 1]
+        normalised = (wide - mean) * torch.rsqrt(squares / self.n_full + self.eps)  # [..., channels]
+        return normalised.to(x) * self.weight + self.bias
 
 
 def prune_layer_norm(norm, channels, exact=True):
     """A layer norm of some channels: with the divisor of all of them (exact), or of those that are left."""
     pruned = (LayerNorm_Pruned if exact else nn.LayerNorm)(len(channels), eps=norm.eps)
-    pruned.n_full = getattr(norm, "n_full", norm.weight.numel())
+    if exact:  # part of the state, so that no model without it takes the weights
+        n_full = getattr(norm, "n_full", norm.weight.numel())
+        pruned.register_buffer("n_full", torch.as_tensor(n_full, device=norm.weight.device))
     pruned.weight = nn.Parameter(norm.weight.detach()[channels].clone())
     pruned.bias = nn.Parameter(norm.bias.detach()[channels].clone())
     return pruned.train(norm.training)
@@ -54,9 +56,13 @@ def prune_channels(model, importance, n_channels, exact=True):
     """Keeps the n_channels most important channels of the residual stream, in place.
 
     Args: importance [E]; exact: layer norms keep dividing by all channels, so that the result equals the
-        whole model's with these channels set to zero; False makes it a plain GPTlite of d_model n_channels.
-    Returns: the same model, smaller. Raises ValueError for a number out of range.
+        whole model's with these channels set to zero; False makes them plain layer norms. Heads and
+        neurons stay as many as they were.
+    Returns: the same model, smaller. Raises ValueError for a number out of range, or importances of another
+        number of channels.
     """
+    if len(importance) != model.ln.weight.numel():
+        raise ValueError(f"{len(importance)} channels were weighed, the model has {model.ln.weight.numel()}")
     kept = keep_largest(importance, n_channels)  # [n_channels]
     model.token_embedding = prune_embedding(model.token_embedding, kept)
     model.position_embedding = prune_embedding(model.position_embedding, kept)

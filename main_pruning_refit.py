@@ -17,7 +17,7 @@ import copy
 
 import torch
 
-from main_pruning import keep_largest, mean_over_text, prune
+from main_pruning import choose, mean_over_text, prune
 
 
 def structures(model, kind):
@@ -90,18 +90,19 @@ def prune_units(model, kind, importance, n, moments=None):
     Args: moments: for every layer what input_moments gives for the layer that reads the units, for the
         repair by refit; None for none.
     Returns: the model, and the share of the lost variance, over all layers, that refit could explain (None
-        without it).
+        without it). Raises ValueError as prune does, with the model untouched.
     """
+    L, H, F = len(model.blocks), model.blocks[0].mha.n_heads, model.blocks[0].ffwd.net[0].out_features
+    whole = torch.zeros(L, H), torch.zeros(L, F)
+    how = (importance, whole[1], n, F) if kind == "heads" else (whole[0], importance, H, n)
     explained = None
     if moments is not None:
-        layers = zip(structures(model, kind), importance, moments, strict=True)
-        parts = [refit(out, size, keep_largest(scores, n), *m) for (_, out, size), scores, m in layers]
+        kept = [heads if kind == "heads" else neurons for heads, neurons in choose(model, *how)]
+        layers = zip(structures(model, kind), kept, moments, strict=True)
+        parts = [refit(out, size, units, *m) for (_, out, size), units, m in layers]
         total, left = (sum(column) for column in zip(*parts, strict=True))
         explained = 1 - left / total if total > 0 else 1.0
-    L, H, F = len(model.blocks), model.blocks[0].mha.n_heads, model.blocks[0].ffwd.net[0].out_features
-    if kind == "heads":
-        return prune(model, importance, torch.zeros(L, F), n, F), explained
-    return prune(model, torch.zeros(L, H), importance, H, n), explained
+    return prune(model, *how), explained
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Left out: copying while the model computes (here a step waits), and layer by lay
 """
 
 import hashlib
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from main_radix_cache import RadixCache, RadixScheduler
 
 
 def fingerprint(model):
-    """32 bytes that differ for other weights or another type: pages of another model are never found."""
-    digest = hashlib.sha256()
+    """32 bytes that differ for other weights, heads or types: pages of another model are never found."""
+    mha = model.blocks[0].mha
+    digest = hashlib.sha256(f"{type(model).__name__} {mha.n_heads} {mha.d_head}".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(to_bytes(tensor))
@@ -47,7 +49,10 @@ class PageStore:
         self.n_host, self.n_files, self.folder = n_host, n_files, folder and Path(folder)
         self.host = OrderedDict()  # key -> page [L, P, 2, H, D], the least recently used first
         found = sorted(self.folder.glob("*.kv")) if folder else []
-        self.files = OrderedDict.fromkeys(bytes.fromhex(path.stem) for path in found)
+        found = [
+            path.stem for path in found if re.fullmatch("([0-9a-f]{2})+", path.stem)
+        ]  # others are not ours
+        self.files = OrderedDict.fromkeys(map(bytes.fromhex, found))
         self.n_damaged = self.bytes_written = self.bytes_read = 0  # of files
 
     def path(self, key):
@@ -213,6 +218,10 @@ if __name__ == "__main__":
         p, B, size = get_gptlite_model_parameters(), args.batch_size, 16  # size: tokens of a page
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
         n_requests = args.n_requests or (8 if args.quick else 12)
+        if n_requests < 8:
+            raise ValueError(
+                f"--n-requests {n_requests}: from 8 on the workloads outgrow the tree and the host"
+            )
         generator = torch.Generator().manual_seed(args.seed)
         workloads = make_workloads(valid_data, n_requests, 4 if args.quick else 28, generator)
         model, paged = (

@@ -101,7 +101,8 @@ if __name__ == "__main__":
         vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
         model = utils.load_model(GPTlite_StaticKVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
         tokens = utils.sample_prompts(valid_data, 64, W).to(dev)  # [64, W]
-        limits, repeats = rep.measure_ceilings(dev, args.dtype), 3 if quick else args.repeats
+        args.repeats = min(args.repeats, 3) if quick else args.repeats
+        limits, repeats = rep.measure_ceilings(dev, args.dtype), args.repeats
         described = rep.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
         columns = {"gflop": ("GFLOP", "{:.3f}"), "n_mb": ("MB", "{:.1f}"), "intensity": ("FLOP/B", "{:.1f}")}
         columns |= {"least_ms": ("least ms", "{:.2f}"), "limit": ("bound by", "{}")}

@@ -72,6 +72,7 @@ def prune_sparsegpt(W, H, sparsity, by="layer", block_size=128, damping=0.01):
         so that the share stays exact, and without any input this is magnitude pruning.
     """
     n_in, mean = W.shape[1], H.diagonal().mean()
+    alive = torch.where(H.diagonal() > 0, 1.0, 1e-20)[:, None].to(H)  # [in, 1]: dead inputs go first
     H = H + (damping * mean if mean > 0 else 1.0) * torch.eye(n_in).to(H)  # [in, in]
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(H))  # [in, in]
     # row j of U: the first row of the inverse of H[j:, j:], over the root of its first entry
@@ -84,10 +85,11 @@ def prune_sparsegpt(W, H, sparsity, by="layer", block_size=128, damping=0.01):
         scale = U.diagonal()[start:end, None]  # [block, 1]
         lost = torch.zeros_like(block)  # [block, out]
         if sparsity != "2:4":
-            go |= removed((block / scale).square().T, sparsity, by, start).T
+            go |= removed((block / scale).abs().mul(alive[start:end]).T, sparsity, by, start).T
         for j in range(end - start):
             if sparsity == "2:4" and j % 4 == 0:  # decided late: with what the columns before changed
-                go[j : j + 4] = removed((block[j : j + 4] / scale[j : j + 4]).square().T, "2:4", by).T
+                scores = (block[j : j + 4] / scale[j : j + 4]).abs() * alive[start + j : start + j + 4]
+                go[j : j + 4] = removed(scores.T, "2:4", by).T  # [4, out]
             lost[j] = block[j] * go[j] / scale[j]  # [out]
             # the columns behind take over; column j itself becomes 0 where it goes
             block[j:].addr_(U[start + j, start + j : end], lost[j], alpha=-1)
@@ -174,7 +176,7 @@ def relative_error(W, pruned, H):
 
 
 def zeros_as_asked(W, sparsity, by):
-    """Whether W [out, in] holds exactly as many zeros as were asked for, in every group."""
+    """Whether W [out, in], which had none, holds exactly as many zeros as were asked for, in every group."""
     share, size = (0.5, 4) if sparsity == "2:4" else (sparsity, W.shape[1] if by == "row" else W.numel())
     zeros = (W.reshape(-1, size) == 0).sum(dim=1)  # [R]
     return bool((zeros == round(share * size)).all())

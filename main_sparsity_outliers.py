@@ -18,7 +18,8 @@ import torch
 def rescale_channels(model, n_channels, factor):
     """Makes n_channels channels behind every block's layer norms `factor` times as large; returns the model.
 
-    The weights that read them become as much smaller, so the function stays: bit for bit for a power of two.
+    The weights that read them become as much smaller, so the function stays: bit for bit for a power of two
+    (but for float16's smallest numbers).
     Those of the largest scale are taken, which are large already.
     """
     for block in model.blocks:

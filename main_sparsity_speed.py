@@ -29,12 +29,13 @@ class CSRLinear(nn.Module):
         self.register_buffer("row_starts", csr.crow_indices().int())  # [out + 1]
         self.register_buffer("columns", csr.col_indices().int())  # [n_kept]
         self.register_buffer("values", csr.values())  # [n_kept]
-        self.register_buffer("bias", linear.bias.detach())  # [out]
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())  # [out]
 
     def forward(self, x):
         W = torch.sparse_csr_tensor(self.row_starts, self.columns, self.values, self.shape)
         out = (W @ x.flatten(0, -2).T).T  # [N, out]
-        return (out + self.bias).reshape(*x.shape[:-1], -1)
+        out = out if self.bias is None else out + self.bias
+        return out.reshape(*x.shape[:-1], -1)
 
 
 def check_2_4(W):
@@ -80,7 +81,7 @@ class SemiStructuredLinear(nn.Module):
         self.weight = torch.sparse.to_sparse_semi_structured(linear.weight.detach().contiguous())
         self.register_buffer("packed", self.weight.packed)  # the same memory, so that it is counted
         self.register_buffer("meta", self.weight.meta)
-        self.register_buffer("bias", linear.bias.detach())  # [out]
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())  # [out]
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)

@@ -136,6 +136,8 @@ if __name__ == "__main__":
     with rep.script(parser) as args:
         sizes = {"full": get_gptlite_model_parameters, "distilled": get_gptlite_distilled_model_parameters}
         p = sizes["distilled" if args.quick else args.size]()
+        if args.quick and args.resume:
+            raise ValueError("--quick keeps nothing, so there is nothing to --resume")
         if args.quick:  # ten steps that leave nothing behind
             folder = tempfile.TemporaryDirectory()
             p = p._replace(batch_size=4, seqlen=64)
@@ -144,7 +146,7 @@ if __name__ == "__main__":
         state_path = args.checkpoint.with_suffix(".state")
         vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
         check_length(train_data, p.seqlen, "the training part of the text")  # now, and not later
-        check_length(valid_data, p.seqlen, "the validation part of the text (its last tenth)")
+        check_length(valid_data, p.seqlen + 1, "the validation part of the text (its last tenth)")
         model = model_for_training(vocab_size, p).to(args.device)
         optimizer = training.make_optimizer(model, p.lr)
         settings = {"steps": None if args.minutes else args.steps, "minutes": args.minutes}

@@ -12,9 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.shakespeare import VOCABULARY, encode
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
+from gptlite_opt import opt_from_gptlite
 from inference_utils import load_checkpoint
 from main_export import character_tokenizer, export_folder, import_folder
 from main_kvcache import generate_kvcache
+from main_pruning import prune, prune_linear
+from main_pruning_parts import prune_channels
 
 V = len(VOCABULARY)
 TINY = {"vocab_size": 12, "n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8}
@@ -281,3 +284,14 @@ def test_bad_options_are_one_line(tmp_path, args):
     assert run.status == 2
     assert run.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["something"]
+
+
+def test_models_that_opt_cannot_be_are_refused():
+    heads = prune(tiny_model(GPTlite), torch.rand(2, 2), torch.rand(2, 128), 1, 128)
+    channels = prune_channels(tiny_model(GPTlite), torch.rand(32), 16)
+    neurons = tiny_model(GPTlite)
+    net = neurons.blocks[0].ffwd.net
+    net[0], net[2] = prune_linear(net[0], rows=range(5)), prune_linear(net[2], columns=range(5))
+    for model, word in ((heads, "heads pruned"), (channels, "plain layer norms"), (neurons, "every block")):
+        with pytest.raises(ValueError, match=word):
+            opt_from_gptlite(model)

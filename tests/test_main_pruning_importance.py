@@ -11,6 +11,7 @@ from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
 
 import inference_utils as utils
 from gptlite import GPTlite
+from gptlite_kvcache import GPTlite_KVCache
 from main_pruning_importance import magnitude, score_units, taylor
 from main_pruning_refit import structures
 
@@ -117,3 +118,13 @@ def test_script_refuses_shares_out_of_range(percent, monkeypatch, capsys):
         runpy.run_path(script, run_name="__main__")
     assert end.value.code == 2
     assert "--removed takes 0 to 99 percent" in capsys.readouterr().err
+
+
+def test_scores_of_a_model_in_training_mode_or_with_a_cache():
+    data = random_tokens(1, 400)[0]
+    expected, _ = score_units(tiny_model(GPTlite), data, 8, 16)
+    for model in (tiny_model(GPTlite, dropout_p=0.5).train(), tiny_model(GPTlite_KVCache)):
+        was_training = model.training
+        scores, _ = score_units(model, data, 8, 16)
+        assert model.training == was_training
+        assert_close(scores["neurons"]["Taylor"], expected["neurons"]["Taylor"])

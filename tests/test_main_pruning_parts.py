@@ -140,3 +140,30 @@ def test_script(checkpoint, tmp_path):
     if checkpoint == utils.GPTLITE_CKPT_PATH:
         assert all(row["rise of the loss"] > 0 for row in parts)
     assert len(report["why"]) >= 3 and figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_channels_pruned_twice():
+    """Plain, then exact: the second cut is exact for the model that the first one left."""
+    tokens = random_tokens(2, 8)
+    for exact in (False, True):
+        once = prune_channels(tiny_model(GPTlite), torch.arange(32.0), 20, exact=exact)
+        masked = mask_channels(copy.deepcopy(once), torch.arange(20.0), 16)
+        twice = prune_channels(copy.deepcopy(once), torch.arange(20.0), 16)
+        assert_close(twice(tokens), masked(tokens))
+        assert_close(prune_channels(copy.deepcopy(once), torch.arange(20.0), 20)(tokens), once(tokens))
+
+
+def test_layer_norm_of_large_numbers_in_float16():
+    norm, x = torch.nn.LayerNorm(64), 100 * torch.randn(4, 64)
+    pruned = prune_layer_norm(norm, torch.arange(48))
+    assert_close(pruned.half()(x[:, :48].half()).float(), pruned.float()(x[:, :48]), 2e-2)
+
+
+def test_weights_of_exact_channels_fit_no_plain_model():
+    """Their layer norms divide by another number, which only the state knows."""
+    cut = prune_channels(tiny_model(GPTlite, d_model=32), torch.arange(32.0), 16)
+    plain = prune_channels(tiny_model(GPTlite, d_model=32), torch.arange(32.0), 16, exact=False)
+    with pytest.raises(ValueError, match="has blocks.0.ln1.n_full besides"):
+        utils.load_weights(plain, cut.state_dict())
+    with pytest.raises(ValueError, match="10 channels were weighed, the model has 32"):
+        prune_channels(tiny_model(GPTlite), torch.arange(10.0), 4)

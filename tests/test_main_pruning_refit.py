@@ -8,6 +8,7 @@ from helpers import assert_close, random_tokens, run_script, tiny_model
 
 import inference_utils as utils
 from gptlite import GPTlite
+from gptlite_gqa import GPTlite_GQA
 from main_pruning import keep_largest, mask, prune
 from main_pruning_importance import score_units
 from main_pruning_refit import contribution, input_moments, prune_units, refit, structures
@@ -170,3 +171,20 @@ def test_script(checkpoint):
     if checkpoint == utils.GPTLITE_CKPT_PATH:  # a regression on too little text learns it by heart
         assert texts[0]["loss"] > texts[-1]["loss"]
         assert whole["valid_loss"] < neurons["refitted_loss"] < neurons["valid_loss"]
+
+
+def test_refit_of_shared_heads_repairs_those_that_stay():
+    """Heads that share keys stay in whole groups, whatever their own scores; an error changes nothing."""
+    model = tiny_model(GPTlite_GQA, n_heads=4, d_head=8, n_groups=2)
+    windows, scores = random_tokens(40, 16), torch.tensor([[10.0, 0.0, 9.0, 8.0]] * 2)
+    outputs = [output for _, output, _ in structures(model, "heads")]
+    moments = input_moments(model, outputs, windows)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="no whole groups"):
+        prune_units(model, "heads", scores, 3, moments)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    expected, _ = prune_units(
+        copy.deepcopy(model), "heads", torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2), 2, moments
+    )
+    repaired, _ = prune_units(copy.deepcopy(model), "heads", scores, 2, moments)
+    assert_close(repaired(windows)[0], expected(windows)[0])

@@ -459,3 +459,18 @@ def test_script_speed(checkpoint):
     assert len({row["forward_tokens"] for row in rows.values()}) == 1
     if not torch.cuda.is_available():
         assert any("CUDA" in line for line in run.json["why"])  # the reason why 2:4 stays dense
+
+
+def test_sparsegpt_gives_up_a_large_weight_of_a_dead_input_first():
+    X = random_matrix(50, 4)
+    X[:, 0] = 0
+    W = torch.tensor([[10.0, 0.01, 0.02, 0.03]], dtype=torch.float64)
+    for sparsity, gone in ((0.25, [0]), ("2:4", [0, 1])):
+        pruned = prune_sparsegpt(W, X.T @ X, sparsity, by="row")
+        assert (pruned[0] == 0).nonzero()[:, 0].tolist() == gone
+
+
+def test_csr_layer_without_bias():
+    linear = nn.Linear(8, 4, bias=False).double()
+    x = random_matrix(3, 8)
+    assert_close(CSRLinear(linear)(x), linear(x))

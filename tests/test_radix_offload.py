@@ -197,3 +197,17 @@ def test_script(checkpoint, tmp_path):
         assert levels[3]["n_file"] > 0 and levels[2]["n_host"] > 0 and levels[3]["mb_written"] > 0
     (lines,) = run.json["sweeps"].values()
     assert [line["computed"] for line in lines] == [200, 8, 8, 8]
+
+
+def test_pages_of_other_heads_and_files_of_others(tmp_path):
+    """The same weights cut into other heads are another model; a foreign file in the folder is left alone."""
+    one, other = (tiny_model(GPTlite_Paged, n_heads=n, d_head=32 // n) for n in (2, 4))
+    assert fingerprint(one) != fingerprint(other)
+    for name in ("notes.kv", "abc.kv"):
+        (tmp_path / name).write_text("of somebody else")
+    assert not PageStore(1, tmp_path).files
+
+
+def test_script_refuses_workloads_that_never_reach_the_files(checkpoint):
+    run = run_script("main_radix_offload.py", "--quick", "--n-requests", "3", checkpoint=checkpoint)
+    assert run.status == 2 and len(run.stderr.splitlines()) == 1 and "from 8 on" in run.stderr

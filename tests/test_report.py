@@ -622,3 +622,13 @@ def test_plot_lines(tmp_path):
     rep.plot_lines(tmp_path / "lines.svg", (256, 1024), lines, "tokens", "time (ms)", "Title")
     text = (tmp_path / "lines.svg").read_text()
     assert all(f"<!-- {word} -->" in text for word in ("first", "second", "256", "1024", "tokens", "Title"))
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_page(run, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rep, "write_atomically", full)
+    result = run(full_report, *CPU, "--json", tmp_path / "report.json")
+    assert result.status == 2 and "No space left" in result.stderr
+    assert "the same tokens" in result.stdout and "why:" in result.stdout

@@ -200,3 +200,10 @@ def test_every_script_has_a_test_that_runs_it(path):
     """run_script checks the form of the report that it gets."""
     tests = [test.read_text() for test in ROOT.glob("tests/test_*.py")]
     assert any(path.name in text and "--quick" in text for text in tests)
+
+
+def test_readme_names_every_file():
+    readme = (ROOT / "README.md").read_text()
+    files = [*ROOT.glob("*.py"), *ROOT.glob("data/*.py")]
+    missing = [path.name for path in files if path.name not in readme and path.name != "__init__.py"]
+    assert not missing
