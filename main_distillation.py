@@ -189,7 +189,7 @@ if __name__ == "__main__":
         if shipped_weights is not None:
             states["shipped student"] = shipped_weights
         columns = {"weights_mb": ("MB", "{:.1f}"), "kl_to_teacher": ("KL to teacher", "{:.4f}")}
-        columns |= {"same_best_token": ("same best", "{:.1%}")}
+        columns |= {"same_best_token": ("same best", "{:.1%}"), "train_loss": ("train loss", "{:.4f}")}
         sizes = {"batch_size": 1, "prompt_len": 32, "n_tokens": n_tokens, "steps": args.steps}
         report = rep.Report(args, "distillation", teacher, columns, **sizes)
         prompt = utils.sample_prompts(valid_data, 1, 32).to(dev)  # [1, 32]
@@ -208,6 +208,7 @@ if __name__ == "__main__":
             kl, same = compare_with_teacher(model, valid_windows, targets)
             loss = utils.validation_loss(model, valid_data, n_valid, T)
             row_of[name] = {"valid_loss": loss, "kl_to_teacher": kl, "same_best_token": same}
+            row_of[name]["train_loss"] = utils.validation_loss(model, train_data, n_valid, T)
             figures = {"n_parameters": utils.n_parameters(model), "weights_mb": utils.model_size_mb(model)}
             figures |= {"peak_memory_mb": utils.peak_memory_mb(run, model, inputs=[prompt])} | row_of[name]
             report.row(name, measured[name], baseline=name == "teacher", **figures)
@@ -244,6 +245,12 @@ if __name__ == "__main__":
             f"{gain:.4f} nats below that on the text alone (KL to the teacher "
             f"{soft['kl_to_teacher']:.4f} against {hard['kl_to_teacher']:.4f}). The teacher's own "
             f"is {large['valid_loss']:.4f}."
+        )
+        gaps = {name: row_of[name]["valid_loss"] - row_of[name]["train_loss"] for name in states}
+        report.why(
+            "From the training text to unseen plays the loss rises by "
+            f"{', '.join(f'{gap:.3f} ({name})' for name, gap in gaps.items())} nats: what a model knows by "
+            "heart is no use there. A student too small for that can beat its teacher on unseen text."
         )
         entropy = torch.distributions.Categorical(logits=target).entropy().mean()
         report.why(
