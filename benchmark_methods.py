@@ -5,6 +5,7 @@ library: its generate with a growing and a preallocated cache, its continuous ba
 guessing several tokens that one step then checks.
 """
 
+import logging
 from functools import cached_property
 
 import torch
@@ -179,10 +180,18 @@ class Collection:
             return peer(x, n, **how)
 
         def continuous(x, n):
+            try:
+                from transformers import ContinuousBatchingConfig
+            except ImportError as error:
+                raise NotImplementedError("this version of transformers has no such class") from error
+            logging.getLogger("ContinuousBatchingLogger").disabled = True  # the row says what went wrong
+            # without limits it takes most of the memory for its cache
+            limits = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=1024)
             config = GenerationConfig(max_new_tokens=n, do_sample=False)
 
             def run():
-                answers = opt.generate_batch([row.tolist() for row in x], generation_config=config).values()
+                requests = [row.tolist() for row in x]
+                answers = opt.generate_batch(requests, config, continuous_batching_config=limits).values()
                 if errors := [answer.error for answer in answers if answer.error]:
                     raise NotImplementedError(f"does not run on OPT: {errors[0]}")
                 new = torch.tensor([answer.generated_tokens for answer in answers], device=x.device)  # [B, n]

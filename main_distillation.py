@@ -161,7 +161,7 @@ if __name__ == "__main__":
         students = make_students(weight_of_text, V, p, args.seed, dev)
         settings = {"steps": args.steps, "temperature": args.temperature, "alpha": args.alpha}
         settings |= {"loss": args.loss, "top_k": args.top_k, "n_windows": n_windows, "seed": args.seed}
-        settings |= {"text": digest(train_data)} | p._asdict() | {"lr": LR}
+        settings |= {"text": digest(train_data)} | p._asdict() | {"lr": LR, "dropout_p": DROPOUT}
         settings["teacher_sha256"] = hashlib.sha256(args.checkpoint.read_bytes()).hexdigest()
         state = stored = None  # the store follows from the teacher and the text: not part of the state
         if args.resume:
@@ -295,8 +295,8 @@ if __name__ == "__main__":
             figure, axes = rep.new_figure()
             for name, curve in curves.items():
                 axes.plot([point[0] for point in curve], [point[2] for point in curve], label=name)
-            axes.axhline(large["valid_loss"], color="black", linestyle=":", label="teacher")
-            axes.set(xlabel="training step", ylabel="validation loss (nats per character)")
+            axes.axhline(evaluate(teacher), color="black", linestyle=":", label="teacher")
+            axes.set(xlabel="training step", ylabel=f"validation loss on {n_curve} windows (nats)")
             axes.set_title(f"A student of {n_small / 1e6:.1f} M parameters, {step} steps")
             axes.legend()
             rep.save_figure(figure, args.plot)
