@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests."""
 
 import os
+import signal
 
 # two test processes share the cores (pyproject.toml): a thread that waits must not keep one busy
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,6 +12,9 @@ from hypothesis import settings
 
 from gptlite import GPTlite
 from inference_utils import GPTLITE_CKPT_PATH, GPTLITE_DISTILLED_CKPT_PATH, make_model
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a background job: the tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("collection", deadline=None, max_examples=25)
 settings.load_profile("collection")
