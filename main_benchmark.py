@@ -139,7 +139,9 @@ if __name__ == "__main__":
                     same_output=first is None if exact else "approximate",
                 )
                 if name in losses:
-                    points[size].append((name, m.tokens_per_s, losses[name]))
+                    points[size].append(
+                        (name, m.tokens_per_s, round(losses[name], 4))
+                    )  # the rest is rounding
             winners = frontier(points[size])
             rest = [point for point in points[size] if point[0] not in winners]
             best[size] = winners, frontier(rest)
