@@ -8,7 +8,7 @@ that the same architecture needs from random weights. All at once or by 10% with
 Exact: slicing computes what the whole model computes with those parts set to zero. Approximate: leaving
 parts out, and what the distillation makes of the rest.
 
-Run: python main_pruning.py            (--steps 3000 for the long run)
+Run: python main_pruning.py            (--steps 500 for the long run)
 
 Source: Muralidharan et al., Compact Language Models via Pruning and Knowledge Distillation (Minitron), 2024
 (here the mean over all tokens, where the paper takes norms over the batch); Michel et al., Are Sixteen
