@@ -29,6 +29,10 @@ from main_pruning import compute_importance, prune
 from main_static_batching import static_batching
 
 
+class DoesNotApply(Exception):
+    """A method that is not made for this batch, model or version: a row that says so, and no fault."""
+
+
 class Collection:
     """Makes the methods, each from the weights that all share.
 
@@ -176,14 +180,14 @@ class Collection:
 
         def assisted(x, n, **how):
             if len(x) > 1:
-                raise NotImplementedError("takes one sequence at a time")
+                raise DoesNotApply("takes one sequence at a time")
             return peer(x, n, **how)
 
         def continuous(x, n):
             try:
                 from transformers import ContinuousBatchingConfig
             except ImportError as error:
-                raise NotImplementedError("this version of transformers has no such class") from error
+                raise DoesNotApply("this version of transformers has no such class") from error
             logging.getLogger("ContinuousBatchingLogger").disabled = True  # the row says what went wrong
             # without limits it takes most of the memory for its cache
             limits = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=1024)
@@ -193,7 +197,7 @@ class Collection:
                 requests = [row.tolist() for row in x]
                 answers = opt.generate_batch(requests, config, continuous_batching_config=limits).values()
                 if errors := [answer.error for answer in answers if answer.error]:
-                    raise NotImplementedError(f"does not run on OPT: {errors[0]}")
+                    raise DoesNotApply(f"does not run on OPT: {errors[0]}")
                 new = torch.tensor([answer.generated_tokens for answer in answers], device=x.device)  # [B, n]
                 return torch.cat([x, new], dim=1)  # [B, T + n]
 

@@ -436,7 +436,7 @@ class Report:
         return cell(row.get(key), self.columns[key][1])
 
     def text(self):
-        blocks, rows = [""], self.data["rows"]  # an empty line behind the header
+        blocks, rows = [], self.data["rows"]
         if rows:
             keys = [key for key in self.columns if any(self.table_cell(row, key) != "-" for row in rows)]
             if len({row["n_parameters"] for row in rows}) == 1 and "n_parameters" in keys:
@@ -456,7 +456,7 @@ class Report:
                 fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in self.data["why"]
             ]
             blocks.append("\n".join(["why:", *lines]))
-        return "\n\n".join(blocks).replace("\n\n", "\n", 1)
+        return "\n" + "\n\n".join(blocks)  # an empty line behind the header
 
     def finish(self):
         """Writes the JSON, prints the report, and ends the script with status 1 if a check is false."""

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
     import inference_report as rep
     import inference_utils as utils
-    from benchmark_methods import Collection
+    from benchmark_methods import Collection, DoesNotApply
     from data.shakespeare import get_shakespeare_data
     from gptlite import get_gptlite_model_parameters
 
@@ -101,7 +101,7 @@ if __name__ == "__main__":
                     built.append(utils.Method(name, run, models, buffers))
                 except Exception as error:  # whatever it is, the others go on and the row says it
                     why_not[name] = " ".join(str(error).split())[:160] or type(error).__name__
-                    if isinstance(error, NotImplementedError):  # no fault, it was not made for this
+                    if isinstance(error, DoesNotApply):
                         inapplicable.add(name)
             results = utils.measure(built, size * n, args.repeats) if built else {}
             if methods[0][0] in why_not:
