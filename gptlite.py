@@ -69,6 +69,17 @@ class FeedForward(nn.Module):
         return self.net(x)
 
 
+def masked_softmax(scores, visible):
+    """Softmax over the keys that a query may see; a query that may see none gets zeros, not 0/0.
+
+    Args: scores [B, H, Sq, Sk]; visible: bool that broadcasts to it, True where a key may be seen.
+    Returns: [B, H, Sq, Sk]; its gradients are finite in rows without any key as well.
+    """
+    sees_none = ~visible.any(dim=-1, keepdim=True)  # [..., Sq, 1]
+    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(sees_none, 0.0)  # [B, H, Sq, Sk]
+    return F.softmax(scores, dim=-1).masked_fill(sees_none, 0.0)  # [B, H, Sq, Sk]
+
+
 def scaled_dot_product_attention(Q, K, V, causal_mask=True, dropout=None):
     """Textbook attention: softmax(Q K^T / sqrt(D)) V, with the whole score matrix in memory.
 
@@ -77,23 +88,15 @@ def scaled_dot_product_attention(Q, K, V, causal_mask=True, dropout=None):
         seen; dropout: a module applied to the attention weights, or None.
     Returns: [B, H, T, D]. A query that may see no key gets zeros.
     """
-    scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, T, T]
-    if isinstance(causal_mask, torch.Tensor):
-        visible = causal_mask  # [..., T, T]
-    elif causal_mask:
+    wide = torch.promote_types(Q.dtype, torch.float32)  # scores of 16 bits overflow before they are scaled
+    scores = Q.to(wide) @ K.to(wide).transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, T, T]
+    if causal_mask is True:
         T = Q.shape[-2]
-        visible = torch.ones(T, T, dtype=torch.bool, device=Q.device).tril()  # [T, T]
-    else:
-        visible = None
-    if visible is not None:
-        scores = scores.masked_fill(~visible, float("-inf"))  # [B, H, T, T]
-    weights = F.softmax(scores, dim=-1)  # [B, H, T, T]
-    if isinstance(causal_mask, torch.Tensor):
-        # softmax of a row without any key is 0/0; only a caller's own mask can hold such a row
-        weights = weights.masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
+        causal_mask = torch.ones(T, T, dtype=torch.bool, device=Q.device).tril()  # [T, T]
+    weights = F.softmax(scores, dim=-1) if causal_mask is False else masked_softmax(scores, causal_mask)
     if dropout is not None:
-        weights = dropout(weights)
-    return weights @ V  # [B, H, T, D]
+        weights = dropout(weights)  # [B, H, T, T]
+    return weights.to(V.dtype) @ V  # [B, H, T, D]
 
 
 class MultiHeadAttention(nn.Module):

@@ -16,32 +16,29 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from gptlite import Block, GPTlite, MultiHeadAttention
+from gptlite import Block, GPTlite, MultiHeadAttention, masked_softmax
 
 
 def scaled_dot_product_attention_kv_cache(Q, K, V, causal_mask=True, dropout=None):
-    """Attention of Sq new queries over Sk >= Sq keys; the last query belongs to the last key.
+    """Attention of Sq new queries over Sk keys; the last query belongs to the last key.
 
     Args: Q [B, H, Sq, D]; K, V [B, H, Sk, D]; causal_mask: True hides later positions (query i sees the
         keys up to Sk - Sq + i), False hides nothing, a boolean tensor that broadcasts to
         [B, H, Sq, Sk] is True where a key may be seen; dropout: module for the weights, or None.
     Returns: [B, H, Sq, D]. A query that may see no key gets zeros.
     """
-    scores = Q @ K.transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, Sq, Sk]
+    wide = torch.promote_types(Q.dtype, torch.float32)  # scores of 16 bits overflow before they are scaled
+    scores = Q.to(wide) @ K.to(wide).transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, Sq, Sk]
     Sq, Sk = scores.shape[-2:]
-    if isinstance(causal_mask, torch.Tensor):
-        scores = scores.masked_fill(~causal_mask, float("-inf"))
-    elif causal_mask and Sq > 1:  # a single query is the newest token: it sees every key
-        visible = torch.ones(Sq, Sk, dtype=torch.bool, device=Q.device).tril(Sk - Sq)  # [Sq, Sk]
-        scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.softmax(scores, dim=-1)  # [B, H, Sq, Sk]
-    if isinstance(causal_mask, torch.Tensor):
-        weights = weights.masked_fill(~causal_mask.any(dim=-1, keepdim=True), 0.0)
+    if causal_mask is True and Sq == 1 <= Sk:
+        causal_mask = False  # a single query is the newest token: it sees every key
+    if causal_mask is True:
+        causal_mask = torch.ones(Sq, Sk, dtype=torch.bool, device=Q.device).tril(Sk - Sq)  # [Sq, Sk]
+    weights = F.softmax(scores, dim=-1) if causal_mask is False else masked_softmax(scores, causal_mask)
     if dropout is not None:
-        weights = dropout(weights)
-    return weights @ V  # [B, H, Sq, D]
+        weights = dropout(weights)  # [B, H, Sq, Sk]
+    return weights.to(V.dtype) @ V  # [B, H, Sq, D]
 
 
 def window_mask(Sq, Sk, window, device=None):
@@ -105,47 +102,10 @@ class Block_KVCache(Block):
         return x, kv_cache
 
 
-class Linear_AllCores(nn.Linear):
-    """nn.Linear whose product with few rows, as in a decode step, is spread over the cores.
-
-    A product of few rows is bound by reading the weights, and PyTorch leaves much of it to one thread on a
-    CPU. Cut by output features into equal products, as many as divide them and at most one a thread, it
-    reads them with several. Many rows, 16-bit types and other devices get the usual product, which serves
-    them better.
-    """
-
-    n_parts = 1
-
-    def forward(self, x):
-        """[..., E_in] -> [..., E_out]"""
-        n, n_rows = self.n_parts, x.numel() // self.in_features
-        if n == 1 or not 1 <= n_rows <= 32 or not x.is_cpu or x.dtype.itemsize < 4:
-            return super().forward(x)
-        parts = self.weight.view(n, self.out_features // n, self.in_features)  # [n, E_out / n, E_in]
-        rows = x.reshape(1, n_rows, -1).expand(n, -1, -1)  # [n, rows, E_in]
-        out = torch.bmm(rows, parts.transpose(1, 2))  # [n, rows, E_out / n]
-        out = out.transpose(0, 1).reshape(*x.shape[:-1], self.out_features)  # [..., E_out]
-        return out if self.bias is None else out + self.bias
-
-
-def use_all_cores(model):
-    """Turns every nn.Linear of a model into a Linear_AllCores, in place: same parameters, same names."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear_AllCores
-            n_out, n_threads = module.out_features, torch.get_num_threads()
-            module.n_parts = max(n for n in range(1, n_threads + 1) if n_out % n == 0)
-    return model
-
-
 class GPTlite_KVCache(GPTlite):
     """GPTlite with a cache; the weights are GPTlite's, unchanged."""
 
     block_class = Block_KVCache
-
-    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
-        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
-        use_all_cores(self)
 
     def forward(self, x, kv_cache=None, max_seqlen=None):
         """New tokens [B, Sq] and the caches of the earlier ones -> (logits [B, Sq, V], caches).

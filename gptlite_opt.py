@@ -91,3 +91,12 @@ def opt_from_gptlite(model):
     opt = OPTForCausalLM(config).to(model.fc_out.weight)
     opt.load_state_dict(opt_state_dict(model))
     return opt.eval()
+
+
+def generate_opt(model, prompt, n_tokens, options=None):
+    """transformers' greedy generate in the form of this collection: prompt and new tokens [B, T + n_tokens].
+
+    options: further arguments of OPTForCausalLM.generate.
+    """
+    how = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **how | (options or {}))

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 from gptlite import Block, GPTlite, MultiHeadAttention
-from gptlite_kvcache import use_all_cores
 
 
 @dataclass(eq=False)  # two requests with equal tokens are still two sequences
@@ -64,9 +63,11 @@ class BlockPool:
     def __init__(self, model, n_blocks, block_size=16):
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} tokens: both must be at least 1")
-        mha = model.blocks[0].mha
+        mha, weight = model.blocks[0].mha, model.position_embedding.weight
         shape = (len(model.blocks), n_blocks, block_size, 2, mha.n_heads, mha.d_head)
-        self.kv = mha.key_proj.weight.new_zeros(shape)  # [L, blocks, block_size, 2, H, D]
+        self.kv = torch.zeros(
+            shape, dtype=weight.dtype, device=weight.device
+        )  # [L, blocks, block_size, 2, H, D]
         self.n_blocks, self.block_size = n_blocks, block_size
         self.ref = [0] * n_blocks  # users of each block
         self.free = OrderedDict.fromkeys(range(n_blocks))  # keys: the blocks with ref 0, the oldest first
@@ -167,10 +168,6 @@ class GPTlite_Paged(GPTlite):
     """GPTlite over a BlockPool; the weights are GPTlite's. For inference only (no dropout)."""
 
     block_class = Block_Paged
-
-    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
-        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
-        use_all_cores(self)  # the decode step reads the weights with all cores
 
     def forward(self, tokens, step, kv):
         """Token ids [N] and the pool's kv [L, blocks, block_size, 2, H, D], written -> logits [B, V]."""

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from gptlite import Block, GPTlite, MultiHeadAttention
-from gptlite_kvcache import use_all_cores
 
 # What a forward must know about its N tokens, which belong to B sequences: first one token of each running
 # sequence, then the prompts of the newcomers. positions, slots [N]: place of each token in its text and in
@@ -64,10 +63,6 @@ class GPTlite_Slots(GPTlite):
 
     block_class = Block_Slots
 
-    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
-        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
-        use_all_cores(self)  # the decode step reads the weights with all cores
-
     def forward(self, tokens, step, k, v):
         """Token ids [N] and the cache k, v [L, slots, H, W, D], written in place -> logits [B, V]."""
         x = self.token_embedding(tokens) + self.position_embedding(step.positions)  # [N, E]
@@ -102,10 +97,10 @@ class SlotBatch:
     def __init__(self, model, n_slots, seqlen, refill=True):
         if not 1 <= seqlen <= model.seqlen:
             raise ValueError(f"slots of {seqlen} tokens; this model has positions for 1 to {model.seqlen}")
-        mha = model.blocks[0].mha
+        mha, weight = model.blocks[0].mha, model.position_embedding.weight
         self.model, self.n_slots, self.seqlen, self.refill = model, n_slots, seqlen, refill
         shape = (len(model.blocks), n_slots, mha.n_heads, seqlen, mha.d_head)
-        self.k = mha.key_proj.weight.new_zeros(shape)  # [L, slots, H, W, D]
+        self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # [L, slots, H, W, D]
         self.v = torch.zeros_like(self.k)
         self.running = []
 

@@ -1,247 +1,134 @@
-"""What the scripts share about asking and telling: options, the cost model, the report.
+"""The harness of every script: loading by the options, methods side by side, and the report.
 
 A script begins with options() and runs inside script(), which turns bad input into one line and exit
-status 2. The cost model counts the operations and bytes of a step and measures what this machine can
-do at most, so that a report can say why a figure is what it is.
+status 2 (inference_options.py). load_text() and load_models() load what the options name; Report.compare()
+does the same work with several methods and adds a row and a check for each; Report.time_sweep() times
+functions over a size. The cost model is in inference_cost.py, the words of an explanation in
+inference_words.py. A script finds all of it here.
 """
 
-import argparse
+import ast
 import contextlib
-import importlib.util
+import hashlib
 import json
 import math
 import os
 import platform
 import sys
-import tempfile
-import time
-from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
 import torch
 
+import inference_words as words
+from data.shakespeare import get_shakespeare_data
+from inference_cost import (  # noqa: F401 (a script finds the cost model here as well)
+    Ceilings,
+    Cost,
+    forward_cost,
+    limit_of,
+    lower_bound_ms,
+    measure_ceilings,
+    share_of,
+)
+from inference_options import (  # noqa: F401
+    SIZES,
+    check_writable,
+    count,
+    options,
+    parse,
+    positive_int,
+    script,
+)
+from inference_plot import draw_lines, draw_points, new_figure, save_figure
 from inference_utils import (
-    GPTLITE_CKPT_PATH,
     ROOT,
     TOLERANCE,
-    Timer,
+    alternating_ms,
+    cache_tensors,
+    check_room,
     first_difference,
+    first_of,
     first_wrong_choice,
+    largest_difference,
+    load_checkpoint,
+    loss_difference,
+    measure,
+    model_from,
     n_parameters,
     peak_memory_mb,
-    pick_device,
+    sample_prompts,
+    window_losses,
     write_atomically,
 )
+from inference_utils import Method as TimedMethod
+from linear_packed import pack_linears
 
-# ---- Options ----
-
-
-LARGEST_INT = 2**31 - 1  # of sizes and steps: beyond it their products overflow
-LARGEST_COUNT = 2**43 - 1  # of seeds as well: seed * 1_000_003 + step stays below 2**63
+# ---- Loading ----
 
 
-def positive_int(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number from 1 up")
-    if value > LARGEST_INT:
-        raise argparse.ArgumentTypeError(f"{value} is too large: at most {LARGEST_INT}")
-    return value
+class Text:
+    """The text by the options: vocab_size, train and valid token ids [N], encode(), decode()."""
+
+    def __init__(self, path, device):
+        self.vocab_size, self.train, self.valid, self.encode, self.decode = get_shakespeare_data(path)
+        self.device = device
+
+    def prompts(self, n_prompts, prompt_len, part="valid"):
+        """Prompts cut at even distances, the same at every call: [n_prompts, prompt_len] on the device.
+
+        Raises ValueError where so many could not be run in the memory that is free.
+        """
+        check_room(n_prompts * prompt_len, self.device)
+        return sample_prompts(getattr(self, part), n_prompts, prompt_len).to(self.device)
+
+    def prompt(self, text):
+        """A text as one prompt [1, T] on the device. Raises ValueError for an empty or unknown one."""
+        if not text:
+            raise ValueError("the prompt is empty: it needs at least one character")
+        return torch.tensor([self.encode(text)], dtype=torch.int64, device=self.device)
 
 
-def count(text):
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    if value > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{value} is too large: at most {LARGEST_COUNT}")
-    return value
+def load_text(args):
+    """The text that --data names, else the plays."""
+    return Text(args.data, args.device)
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Adds the default to an option's help where there is one to tell, and calls a number N."""
+def build(args, state, model_class, packed=True, source=None, **kwargs):
+    """A model with these weights, by --device and --dtype, ready to be measured.
 
-    def _get_help_string(self, action):
-        default = action.default
-        if default is None or default is False or default is argparse.SUPPRESS or "default" in action.help:
-            return action.help
-        if isinstance(default, Path) and default.is_relative_to(ROOT):
-            default = default.relative_to(ROOT)
-        if isinstance(default, list):
-            default = " ".join(map(str, default)) or "none"
-        return f"{action.help} (default: {str(default).replace('%', '%%')})"
-
-    def _get_default_metavar_for_optional(self, action):
-        is_text = action.type in (None, str, Path)
-        return super()._get_default_metavar_for_optional(action) if is_text else "N"
-
-
-def options(
-    doc,
-    repeats=5,
-    checkpoint=GPTLITE_CKPT_PATH,
-    checkpoint_help="trained weights",
-    plot=True,
-    dtype=True,
-    data=True,
-    weights=True,
-):
-    """An argument parser with the options that every script has.
-
-    Args: doc: the script's docstring, which becomes its help page; repeats, checkpoint: defaults;
-        plot=False leaves out --plot in a script without a figure, dtype=False leaves out --dtype in one
-        that does not change the type of the weights, repeats=None leaves out --repeats in one that times
-        nothing twice, data=False leaves out --data in one that reads no text, weights=False --checkpoint in
-        one without trained weights: such an option is refused then, and args has its default all the same.
+    Args: state: a state dictionary, of the full or the distilled size; packed: False keeps ordinary linear
+        layers, which training and compiling need; kwargs: further arguments of the constructor.
+    Raises ValueError for weights that do not fit.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.set_defaults(dtype="float32", plot=None, repeats=1, data=None, checkpoint=checkpoint)
-    add = parser.add_argument_group("common options").add_argument
-    add("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="where to run")
-    if dtype:
-        types = ["float32", "bfloat16", "float16"]
-        add("--dtype", choices=types, default="float32", help="type of the weights")
-    add("--seed", type=count, default=42, help="seed of everything that is drawn")
-    if weights:
-        add("--checkpoint", metavar="FILE", type=Path, default=checkpoint, help=checkpoint_help)
-    if data:
-        add(
-            "--data",
-            metavar="FILE",
-            type=Path,
-            help="own text (UTF-8: newline, printable ASCII), not the plays",
-        )
-    add("--json", metavar="FILE", help="write the report as JSON; - for the last line of the output")
-    if plot:
-        add("--plot", metavar="FILE.png", type=Path, help="write the figure")
-    add("--quick", action="store_true", help="smallest run that still exercises and checks everything")
-    if repeats is not None:
-        add("--repeats", type=positive_int, default=repeats, help="timed runs of each method")
-    return parser
+    model = model_from(state, model_class, 96, source or str(args.checkpoint), **kwargs)
+    model = model.to(args.device, args.dtype)
+    return pack_linears(model) if packed else model
 
 
-def check_writable(path, suffixes=()):
-    """Raises ValueError or OSError now, before any work, if a file at path could not be written."""
-    path = Path(path)
-    if suffixes and path.suffix.lower() not in suffixes:
-        raise ValueError(f"{path}: the name must end in {' or '.join(suffixes)}")
-    if path.exists() and not path.is_file():  # a device would be replaced by a file
-        raise ValueError(f"{path} is a folder or a device; a file is needed")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name + ".", suffix=".probe"):
-        pass  # a new name: no file that is there is touched
+def load_models(args, *model_classes, packed=True):
+    """The trained weights as each of the classes, by --checkpoint, --device and --dtype (see build)."""
+    state = load_checkpoint(args.checkpoint)
+    return [build(args, state, model_class, packed) for model_class in model_classes]
 
 
-OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "multiplication overflow")
+class Method:
+    """One way to do a table's work: function(model, prompts, n_tokens, *more) -> prompt and new tokens.
 
-
-@contextlib.contextmanager
-def script(parser):
-    """with script(parser) as args: the whole run of a script.
-
-    Parses and checks the options, seeds, and gives args.device and args.dtype as torch objects. Inside,
-    bad input (ValueError, OSError, a missing package, too little memory) becomes one line on standard
-    error and exit status 2, Ctrl-C one line and 130; a reader that goes away (head) ends the run quietly.
+    Args: name: of its row; model: what the function runs; more: its further arguments (by default the
+        model's context), caches among them count as memory; exact: False labels it approximate instead of
+        comparing tokens; steps: modules whose forward calls are the steps (by default the model);
+        loss: False where the model has no loss of its own; figures: further columns of the row.
     """
-    name = Path(sys.argv[0]).name
-    for stream in ("stdout", "stderr"):  # None where the shell has closed it: >&-
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))
-    if hasattr(sys.stdout, "reconfigure"):  # a locale without UTF-8 must not stop a report
-        sys.stdout.reconfigure(errors="backslashreplace")
-    args = parser.parse_args()
-    try:
-        args.device = pick_device(args.device)
-        args.dtype = getattr(torch, args.dtype)
-        if args.json is not None and args.json != "-":
-            check_writable(args.json)
-        if args.plot is not None:
-            check_writable(args.plot, (".png", ".pdf", ".svg"))
-            if importlib.util.find_spec("matplotlib") is None:  # now, and not after the work
-                raise ModuleNotFoundError("--plot needs matplotlib: python -m pip install matplotlib")
-        torch.manual_seed(args.seed)
-        yield args
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(f"\n{name}: stopped", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, ModuleNotFoundError, MemoryError, torch.OutOfMemoryError) as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-            line = f"out of memory, try smaller sizes or --device cpu ({line[:120]})"
-        print(f"{name}: {line}", file=sys.stderr)
-        sys.exit(2)
-    except RuntimeError as error:  # the CPU's allocator has no exception class of its own
-        if not any(words in str(error) for words in OUT_OF_MEMORY):
-            raise
-        print(f"{name}: out of memory, try smaller sizes", file=sys.stderr)
-        sys.exit(2)
 
+    def __init__(self, name, function, model, *more, exact=True, steps=None, loss=True, **figures):
+        self.name, self.function, self.model, self.more = name, function, model, more or (model.seqlen,)
+        self.exact, self.steps, self.loss, self.figures = exact, steps or [model], loss, figures
+        self.buffers = cache_tensors([part for part in self.more if not isinstance(part, int)])
 
-# ---- Cost model ----
-
-Cost = namedtuple("Cost", "flops n_bytes")
-Ceilings = namedtuple("Ceilings", "flops_per_s bytes_per_s")  # None where not known
-
-
-def forward_cost(p, vocab_size, batch_size, n_new, n_past, dtype, weights=True):
-    """Operations and bytes of one forward pass over n_new tokens a sequence behind n_past cached ones.
-
-    Args: p: parameters of the model (n_layers, d_model); dtype: of weights and cache.
-    Returns: Cost. Per token and layer 8 d^2 for the projections, 16 d^2 for the MLP, 4 n d for attention
-        over n keys, and 2 d V for the head; the weights are read once, each sequence's keys and values
-        once (read if they were cached, written if they are new). Activations are left out.
-    """
-    d, L = p.d_model, p.n_layers
-    size = torch.finfo(dtype).bits // 8
-    tokens = batch_size * n_new
-    keys_seen = batch_size * sum(range(n_past + 1, n_past + n_new + 1))  # over all queries
-    flops = L * (24 * d * d * tokens + 4 * d * keys_seen) + 2 * d * vocab_size * tokens
-    n_weights = L * (12 * d * d + 13 * d) + d * vocab_size + vocab_size + 2 * d
-    cache = 2 * L * d * batch_size * (n_past + n_new)
-    return Cost(flops, size * (n_weights * weights + cache))
-
-
-def measure_ceilings(device, dtype=torch.float32, working_set=50_000_000, seconds=0.3):
-    """What this machine reaches at best: a matrix product, and reading working_set bytes.
-
-    Returns: Ceilings(operations per second, bytes per second), the best of several runs and, for the
-        product, of a large one and one of the model's size (which of them is faster differs by machine).
-    """
-    # as int32 words: the largest of integers is limited by reading on every processor
-    buffer = torch.ones(working_set // 4, dtype=torch.int32, device=device)
-
-    def best_seconds(function):
-        function()
-        stop, fastest = time.perf_counter() + seconds, float("inf")
-        while time.perf_counter() < stop:
-            with Timer(device) as timer:
-                function()
-            fastest = min(fastest, timer.seconds)
-        return fastest
-
-    flops_per_s = 0
-    for n, k, m in ((1024, 1536, 1536), (256, 384, 1536)):
-        a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((n, k), (k, m)))
-        flops_per_s = max(flops_per_s, 2 * n * k * m / best_seconds(lambda a=a, b=b: a @ b))
-    return Ceilings(flops_per_s, buffer.numel() * 4 / best_seconds(lambda: buffer.max()))
-
-
-def lower_bound_ms(cost, ceilings):
-    """The time below which no program can be: the slower of computing and reading. None if unknown."""
-    if None in ceilings:
-        return None
-    return 1000 * max(cost.flops / ceilings.flops_per_s, cost.n_bytes / ceilings.bytes_per_s)
-
-
-def share_of(bound_ms, measured_ms):
-    """'45%': the bound as a share of what was measured; '-' where the bound is not known."""
-    return "-" if bound_ms is None or not measured_ms else f"{100 * bound_ms / measured_ms:.0f}%"
+    def run(self, prompts, n_tokens):
+        return self.function(self.model, prompts, n_tokens, *self.more)
 
 
 # ---- Report ----
@@ -259,10 +146,14 @@ COLUMNS = {  # key of a row: (heading, format)
     "kv_bytes_per_token": ("KV B/token", "{:.0f}"),
     "forward_tokens": ("fwd tokens", "{}"),
     "valid_loss": ("valid loss", "{:.4f}"),
+    "loss_difference": ("difference", "{:+.4f}"),
+    "loss_difference_se": ("+-", "{:.4f}"),
     "n_parameters": ("parameters", "{:,}"),
     "same_output": ("same output", "{}"),
 }
 ALWAYS = [key for key in COLUMNS if key != "speedup"]
+TIMED = ["ttft_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s"]
+TIMED += ["ttft_ms_spread", "tpot_ms_spread", "tokens_per_s_spread"]
 
 
 def device_name(device):
@@ -312,17 +203,76 @@ def without_nan(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Report:
-    """Prints what runs, collects what it measured, prints that as one page of text, and writes it as JSON.
+def plain(value):
+    """An option's value for JSON: files by their names, without the folders of this machine."""
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, str) and os.sep in value:
+        return Path(value).name
+    return value
 
-    report.row(...) per method (baseline first), report.sweep(...) for a further table, report.check(...)
-    for every equality, report.why(...) for the explanation, then report.finish().
+
+def sha256_of(path):
+    """The hash of a file, None where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if Path(path).is_file() else None
+
+
+def sources(script):
+    """The files that a script's figures follow from: it and what it imports, but for the harness."""
+    found, left = set(), [Path(script).resolve()]
+    while left:
+        file = left.pop()
+        if file in found or not file.is_file() or not file.is_relative_to(ROOT):
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                if not name.startswith("inference_"):
+                    left += [folder / (name.replace(".", "/") + ".py") for folder in (ROOT, ROOT / "more")]
+    return sorted(found)
+
+
+def code_sha256(script):
+    """The hash of sources(script), by which a report made by older code is told."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources(script))).hexdigest()
+
+
+def weights_of(method):
+    """The modules whose weights a method's run holds: its model, and what else its steps are."""
+    return [method.model, *(module for module in method.steps if module is not method.model)]
+
+
+@torch.no_grad()
+def kv_bytes_per_token(model, prompts):
+    """Bytes of cache that one token of one sequence adds, over all layers; None for a model without a cache.
+
+    Counted from the tensors that the model returns beside the logits for prompts [B, T].
+    """
+    output = model(prompts)
+    if not isinstance(output, tuple):
+        return None
+    room = getattr(output[1], "window", prompts.shape[1])  # tokens that these tensors hold
+    n_bytes = sum(t.numel() * t.element_size() for t in cache_tensors(output[1]))
+    return n_bytes / (room * len(prompts))
+
+
+class Report:
+    """Prints what runs, measures, collects, prints one page of text, and writes it as JSON.
+
+    compare() for methods that do the same work, time_sweep() for a size, check() for every equality,
+    why() for the explanation, plot_*() for the figure, then finish().
     """
 
-    def __init__(self, args, technique, model, extra_columns=None, **config):
-        """extra_columns: {key of a row: (heading, format)} of this technique; config: what ran."""
-        self.args = args
-        self.columns = COLUMNS | (extra_columns or {})
+    def __init__(self, args, technique, model, columns=None, hide=(), text=None, **config):
+        """columns: {key of a row: (heading, format)} of this technique; hide: keys of columns without news
+        here; text: whose validation part the losses are measured on; config: further parameters to show."""
+        self.args, self.valid = args, None if text is None else text.valid
+        self.columns = {k: v for k, v in (COLUMNS | (columns or {})).items() if k not in hide}
+        self.losses, self.measured, self.panels, self._ceilings = {}, {}, [], None
+        sizes = {key: getattr(args, key) for key in SIZES if getattr(args, key, None) is not None}
+        config = sizes | config
         self.data = {
             "script": Path(sys.argv[0]).name,
             "technique": technique,
@@ -334,10 +284,13 @@ class Report:
                 "seed": args.seed,
                 "repeats": args.repeats,
                 "quick": args.quick,
+                "n_windows": args.n_windows,
                 "n_parameters": n_parameters(model),
                 "checkpoint": args.checkpoint.name,
+                "weights_sha256": sha256_of(args.checkpoint),
+                "options": {key: plain(value) for key, value in getattr(args, "given", {}).items()},
                 "versions": {"python": platform.python_version(), "torch": torch.__version__},
-                **config,
+                **{key: plain(value) for key, value in config.items()},
             },
             "rows": [],
             "sweeps": {},
@@ -347,6 +300,103 @@ class Report:
         with contextlib.suppress(BrokenPipeError):  # a reader that goes away ends the run, but at its end
             print(self.header(), flush=True)  # now: the measuring may take minutes
 
+    # ---- Measuring ----
+
+    def compare(self, prompts, n_tokens, *methods, label=None):
+        """Does the same work with each Method, the baseline first: times in alternation, memory, losses.
+
+        Adds a row and a check for each. Args: prompts [B, T]; label: what is added to the names of the rows,
+        by default the batch. Returns: {name: row}; self.measured[row's name] is its Measurement.
+        """
+        B, T = prompts.shape
+        suffix = f", {f'batch {B}' if label is None else label}" if label != "" else ""
+        timed = [TimedMethod(m.name, partial(m.run, prompts, n_tokens), m.steps, m.buffers) for m in methods]
+        results = measure(timed, B * n_tokens, self.args.repeats)
+        baseline, rows = methods[0], {}
+        tokens = results[baseline.name].output[:, : baseline.model.seqlen]  # [B, S]: as far as is promised
+        with torch.no_grad():
+            logits = first_of(baseline.model(tokens))[:, T - 1 :]  # [B, n, V]
+        for method, one in zip(methods, timed, strict=True):
+            result = results[method.name]
+            figures = self.loss_figures(method.model, baseline.model) if method.loss else {}
+            if method.loss and "kv_bytes_per_token" not in method.figures:
+                figures["kv_bytes_per_token"] = kv_bytes_per_token(method.model, prompts)
+            same, first = "approximate", None
+            if method.exact:
+                same, first = self.same_tokens(method, results, baseline, prompts, logits, suffix)
+            rows[method.name] = self.row(
+                method.name + suffix,
+                result,
+                baseline=method is baseline,
+                peak_memory_mb=peak_memory_mb(one.run, *weights_of(method), inputs=[prompts, *one.buffers]),
+                n_parameters=n_parameters(method.model),
+                same_output=same,
+                first_difference=first,
+                **figures | method.figures,
+            )
+            self.measured[method.name + suffix] = result
+        return rows
+
+    def same_tokens(self, method, results, baseline, prompts, logits, suffix):
+        """Adds a check that a method chose the baseline's tokens; (True, False or "approximate", where not).
+
+        Args: logits [B, n, V]: those that chose the baseline's tokens, as far as equality is promised: where
+            that is not the end, the name of the check says so. Two best logits that rounding may swap are a
+            tie; behind one each token must be what the baseline's model chooses after these very tokens.
+        """
+        T = prompts.shape[1]
+        n_generated = results[baseline.name].output.shape[1] - T
+        n = min(logits.shape[1], n_generated)  # tokens that are compared
+        compared = "same tokens" if n == n_generated else f"same first {n} of {n_generated} tokens"
+        margin = max(1e-3, 2 * TOLERANCE[logits.dtype])  # closer logits are a tie to this type
+        reference = results[baseline.name].output[:, T : T + n]  # [B, n]
+        output = results[method.name].output[:, : T + n]  # [B, T + n]
+        generated = output[:, T:]  # [B, n]
+        first = first_difference(generated, reference, logits[:, :n], margin)
+        if first is None:
+            same = (generated == reference).cumprod(dim=1).sum(dim=1)  # [B]: tokens before the tie
+            if (same + 1 < n).any():
+                first = first_wrong_choice(baseline.model, output, same + 1, T, margin)
+        if method is not baseline:
+            self.check(f"{method.name}{suffix}: {compared} as {baseline.name}", first is None)
+        return (
+            "approximate" if first is None and n < n_generated and method is not baseline else first is None
+        ), first
+
+    def loss_of(self, model):
+        """Losses of a model on the windows of every report, float64 [n_windows], measured once a model."""
+        if id(model) not in self.losses:
+            self.losses[id(model)] = model, window_losses(model, self.valid, self.args.n_windows)
+        return self.losses[id(model)][1]
+
+    def loss_figures(self, model, baseline):
+        """Loss of a model, its difference to the baseline's, and that one's standard error by pairs."""
+        losses = self.loss_of(model)
+        figures = {"valid_loss": losses.mean().item()}
+        if model is not baseline:
+            difference, se = loss_difference(losses, self.loss_of(baseline))
+            figures |= {"loss_difference": difference, "loss_difference_se": se}
+        return figures
+
+    def time_sweep(self, title, size, values, functions):
+        """Times functions(value), {name: function}, in alternation at each of the values, as a further table.
+
+        Args: size: what the values are. Returns: the rows, {size: value, name: ms, ...}.
+        """
+        rows = []
+        for value in values:
+            times = alternating_ms(functions(value), self.args.repeats, self.args.device)
+            rows.append({size: value, **times})
+        return self.sweep(title, rows)
+
+    def ceilings(self):
+        """Ceilings of this machine, measured once a report."""
+        if self._ceilings is None:
+            self._ceilings = measure_ceilings(self.args.device, self.args.dtype)
+        return self._ceilings
+
+    # ---- Collecting ----
+
     def row(self, method, measurement=None, baseline=False, **figures):
         """One row of the table: the figures of a Measurement and others by name; absent ones are None.
 
@@ -354,18 +404,17 @@ class Report:
         """
         row = {"method": method, "baseline": baseline} | dict.fromkeys(ALWAYS)
         if measurement is not None:
-            keys = ("ttft_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s", "tokens_per_s_spread")
-            row |= {key: getattr(measurement, key) for key in (*keys, "forward_tokens", "n_steps")}
+            row |= {key: getattr(measurement, key) for key in (*TIMED, "forward_tokens", "n_steps")}
         row |= figures
         if row["same_output"] == "approximate":
             row |= {"same_output": None, "approximate": True}
         if row["same_output"] is False:  # no speed for what did not match
-            timed = ("ttft_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s", "tokens_per_s_spread")
-            row |= dict.fromkeys(timed)
+            row |= dict.fromkeys(TIMED)
         nearest = next((r for r in reversed([*self.data["rows"], row]) if r["baseline"]), None)
         if nearest and nearest["tokens_per_s"] and row["tokens_per_s"]:
             row["speedup"] = row["tokens_per_s"] / nearest["tokens_per_s"]
         self.data["rows"].append(row)
+        return row
 
     def method_rows(self, methods, results, prompt, logits, suffix="", figures=None):
         """A row and a check for each of several methods that must generate the same tokens.
@@ -408,15 +457,59 @@ class Report:
                 self.check(f"{method.name}{suffix}: {compared} as {baseline.name}", first is None)
 
     def sweep(self, title, rows):
-        """A further table: rows are dictionaries with the same keys, which become the headings."""
+        """A further table: rows are dictionaries with the same keys, the headings. Returns them."""
         self.data["sweeps"][title] = rows
+        return rows
 
     def check(self, name, passed):
         self.data["checks"][name] = bool(passed)
         return bool(passed)
 
-    def why(self, line):
-        self.data["why"].append(line)
+    def check_close(self, name, actual, expected, tolerance=None):
+        """Checks that two tensors agree within the rounding of their type, and tells by how much."""
+        tolerance = TOLERANCE[expected.dtype] if tolerance is None else tolerance
+        difference = largest_difference(actual, expected)
+        return self.check(
+            f"{name} (differ by {difference:.0e}, at most {tolerance:.0e})", difference <= tolerance
+        )
+
+    def why(self, reason):
+        """Adds a sentence of inference_words, at most four. Raises TypeError for one that no figure chose."""
+        if not isinstance(reason, words.Reason):
+            raise TypeError(f"no figure chose these words: {reason}")
+        if len(self.data["why"]) >= 4:
+            raise ValueError("a report explains in at most four lines")
+        self.data["why"].append(str(reason))
+
+    def why_step(self, costs, rows, key="tpot_ms"):
+        """Explains a step by what it needs at least. Args: costs: {method: Cost}; rows: of compare()."""
+        measured = {name: rows[name].get(key) for name in costs}
+        self.why(words.bounds(measured, costs, self.ceilings()))
+
+    def plot_lines(self, lines, xlabel, ylabel, title="", log=""):
+        """Adds a panel to the figure: {label: (x values, y values)}; log: logarithmic axes, as in "xy"."""
+        self.panels.append(
+            partial(draw_lines, lines=lines, xlabel=xlabel, ylabel=ylabel, title=title, log=log)
+        )
+
+    def plot_points(self, points, xlabel, ylabel, title=""):
+        """Adds a panel with labelled points: {label: (x, y)}."""
+        self.panels.append(partial(draw_points, points=points, xlabel=xlabel, ylabel=ylabel, title=title))
+
+    def plot_sweep(self, title, ylabel="time (ms)", log="xy", names=None):
+        """Adds a panel with the lines of a sweep: its first column along, a line for each of the others."""
+        rows = self.data["sweeps"][title]
+        x, *others = rows[0]
+        lines = {n: ([row[x] for row in rows], [row.get(n) for row in rows]) for n in names or others}
+        self.plot_lines(lines, x, ylabel, title, log)
+
+    def plot_steps(self, names):
+        """Adds a panel with the time of every step of these rows, in the order of the tokens."""
+        lines = {}
+        for name in names:
+            steps = self.measured[name].steps_ms[1:]
+            lines[name] = range(2, 2 + len(steps)), steps
+        self.plot_lines(lines, "generated token", "time (ms)", "Time per token", "y")
 
     def header(self):
         config = self.data["config"]
@@ -459,7 +552,14 @@ class Report:
         return "\n" + "\n\n".join(blocks)  # an empty line behind the header
 
     def finish(self):
-        """Writes the JSON, prints the report, and ends the script with status 1 if a check is false."""
+        """Writes figure and JSON, prints the report; status 1 if a check is false."""
+        self.data["config"]["code_sha256"] = code_sha256(sys.argv[0])
+        if self.args.plot and self.panels:
+            n = len(self.panels)
+            figure, axes = new_figure(7.0 if n == 1 else 5.5 * n, n_columns=n)
+            for draw, one in zip(self.panels, [axes] if n == 1 else axes, strict=True):
+                draw(one)
+            save_figure(figure, self.args.plot)
         line, full = json.dumps(without_nan(self.data), allow_nan=False), None
         if self.args.json not in (None, "-"):  # first: whoever reads the page may stop reading (head)
             try:
@@ -474,34 +574,3 @@ class Report:
         if not all(self.data["checks"].values()):
             sys.stdout.flush()
             sys.exit(1)
-
-
-def new_figure(width=7.0, height=4.2):
-    """A matplotlib figure and its axes, in the collection's style, without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def save_figure(figure, path):
-    """Writes the figure atomically in the format that its name ends in."""
-    form = Path(path).suffix.lstrip(".")
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150, format=form))
-
-
-def plot_lines(path, x, lines, xlabel, ylabel, title=""):
-    """Writes a figure with both axes logarithmic: a line for each of {label: values}, ticks at every x."""
-    figure, axes = new_figure()
-    for label, y in lines.items():
-        axes.plot(x, y, marker="o", label=label)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale="log", yscale="log")
-    axes.set_xticks(x, x, minor=False)
-    axes.tick_params(axis="x", which="minor", labelbottom=False)
-    axes.legend()
-    save_figure(figure, path)

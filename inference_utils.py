@@ -24,11 +24,21 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from data.shakespeare import check_length  # noqa: E402
+from data.shakespeare import check_length, get_batch  # noqa: E402, F401
 from gptlite import (  # noqa: E402
     get_gptlite_distilled_model_parameters,
     get_gptlite_model_parameters,
 )
+
+
+def __getattr__(name):
+    """`from inference_utils import train_steps`, as the post does; training has a file of its own."""
+    if name == "train_steps":
+        from inference_training import train_steps  # here: that file imports this one
+
+        return train_steps
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 ROOT = Path(__file__).resolve().parent
 GPTLITE_CKPT_PATH = ROOT / "checkpoints" / "gptlite.pth"
@@ -147,6 +157,26 @@ def make_model(model_class, vocab_size, distilled=False, **kwargs):
     return model_class(vocab_size, **parameters).eval()
 
 
+def is_distilled(state):
+    """Whether a state dictionary is of the distilled size: as wide as that, else the full one is meant."""
+    width = get_gptlite_distilled_model_parameters().d_model
+    return state.get("token_embedding.weight", torch.empty(0, 0)).shape[-1] == width
+
+
+def model_from(state, model_class, vocab_size, source="the checkpoint", **kwargs):
+    """A model with these weights, of the size that they are of, in evaluation mode on the CPU.
+
+    Raises ValueError for weights that do not fit it.
+    """
+    return load_weights(make_model(model_class, vocab_size, is_distilled(state), **kwargs), state, source)
+
+
+def parameters_of(model):
+    """The parameters of GPTlite's form that a model was made with, as a namedtuple (see gptlite.py)."""
+    distilled = model.token_embedding.weight.shape[1] == get_gptlite_distilled_model_parameters().d_model
+    return get_gptlite_distilled_model_parameters() if distilled else get_gptlite_model_parameters()
+
+
 def load_model(model_class, vocab_size, ckpt_path=GPTLITE_CKPT_PATH, distilled=False, **kwargs):
     """A trained model on `device`, in evaluation mode.
 
@@ -170,8 +200,11 @@ def weight_bytes(*models):
     storages = {}
     for model in models:
         for tensor in [*model.parameters(), *model.buffers()]:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            if tensor.is_mkldnn:  # packed: its storage is oneDNN's own
+                storages[id(tensor)] = tensor.numel() * tensor.element_size()
+            else:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -270,7 +303,8 @@ Method = namedtuple("Method", "name run models buffers", defaults=[()])
 # what measure() returns for a method
 Measurement = namedtuple(
     "Measurement",
-    "output ttft_ms tpot_ms tpot_p99_ms tokens_per_s tokens_per_s_spread forward_tokens n_steps steps_ms",
+    "output ttft_ms tpot_ms tpot_p99_ms tokens_per_s ttft_ms_spread tpot_ms_spread tokens_per_s_spread "
+    "forward_tokens n_steps steps_ms",
 )
 
 
@@ -279,8 +313,9 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
 
     Args: methods: list of Method; n_generated: tokens a user receives from one run, all sequences;
         repeats: timed runs of each; n_prefill_steps: forwards up to and with the first token.
-    Returns: {name: Measurement}: medians over the repeats, the output of the last run, spread as
-        (lowest, highest) tokens/s, and steps_ms, the median over the repeats for each step.
+    Returns: {name: Measurement}: medians over the repeats (the 99th percentile over all steps of all runs),
+        the output of the last run, spreads as (lowest, highest) of the runs, and steps_ms, the median over
+        the repeats for each step.
     """
     clocks = {method.name: [] for method in methods}
     outputs = {}
@@ -295,12 +330,15 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
         first = [sum(run.steps_ms[:n_prefill_steps]) for run in runs]
         later = [ms for run in runs for ms in run.steps_ms[n_prefill_steps:]]
         speeds = [1000 * n_generated / run.total_ms for run in runs]
+        medians = [statistics.median(run.steps_ms[n_prefill_steps:] or [0]) for run in runs]
         results[name] = Measurement(
             output=outputs[name],
             ttft_ms=statistics.median(first),
             tpot_ms=statistics.median(later) if later else None,
             tpot_p99_ms=percentile(later, 99) if later else None,
             tokens_per_s=statistics.median(speeds),
+            ttft_ms_spread=(min(first), max(first)),
+            tpot_ms_spread=(min(medians), max(medians)) if later else None,
             tokens_per_s_spread=(min(speeds), max(speeds)),
             forward_tokens=runs[-1].forward_tokens,
             n_steps=runs[-1].n_steps,
@@ -309,19 +347,39 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
     return results
 
 
+def calls_per_ms(function, device=device, least_ms=2.0):
+    """How many calls of function() take least_ms: loops shorter than that measure the clock, or a launch."""
+    function()
+    n_calls = 1
+    while True:
+        with Timer(device) as timer:
+            for _ in range(n_calls):
+                function()
+        if timer.ms >= least_ms or n_calls >= 1024:
+            return n_calls
+        n_calls = min(1024, max(2 * n_calls, int(n_calls * least_ms / max(timer.ms, 1e-3))))
+
+
 def alternating_ms(functions, repeats=5, device=device):
-    """Median time in ms of each of {name: function}, called in alternation after one warm-up call each."""
+    """Median time in ms of a call of each of {name: function}: loops of calls, in alternation, after warm-up.
+
+    A loop is as long as 2 ms (10 on a GPU, whose calls only start the work), so that what is measured is
+    long against the clock and against a launch.
+    """
+    least_ms = 2.0 if device.type == "cpu" else 10.0
+    loops = {name: calls_per_ms(function, device, least_ms) for name, function in functions.items()}
     times = {name: [] for name in functions}
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for name, function in functions.items():
             with Timer(device) as timer:
-                function()
-            times[name].append(timer.ms)
-    return {name: statistics.median(ms[1:]) for name, ms in times.items()}
+                for _ in range(loops[name]):
+                    function()
+            times[name].append(timer.ms / loops[name])
+    return {name: statistics.median(ms) for name, ms in times.items()}
 
 
 def median_ms(function, repeats=5, device=device):
-    """Median time of function() in ms after one warm-up call."""
+    """Median time of function() in ms after a warm-up."""
     return alternating_ms({"": function}, repeats, device)[""]
 
 
@@ -365,6 +423,24 @@ def cache_bytes_per_token(tensors, n_tokens, n_sequences):
     return sum(t.numel() * t.element_size() for t in tensors) / (n_tokens * n_sequences)
 
 
+BYTES_PER_TOKEN = 30_000  # of activations, logits and cache of GPTlite in float32, about
+
+
+def check_room(n_tokens, device=device):
+    """Raises ValueError, before any work, for tokens side by side that cannot fit the memory that is free."""
+    needed, free = n_tokens * BYTES_PER_TOKEN, None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif Path("/proc/meminfo").is_file():
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    if needed > (free or 1e12):
+        raise ValueError(
+            f"{n_tokens:,} tokens at once need about {needed / 1e9:,.0f} GB, {free / 1e9:.0f} are free: "
+            "try a smaller batch or shorter prompts"
+        )
+
+
 # ---- Quality ----
 
 
@@ -377,13 +453,13 @@ def sample_prompts(data, n_prompts, prompt_len):
 
 
 @torch.no_grad()
-def validation_loss(model, data, n_windows=128, seqlen=None, batch_size=16):
-    """Mean cross entropy in nats per token over fixed windows, spread evenly over the data.
+def window_losses(model, data, n_windows=128, seqlen=None, batch_size=16):
+    """Cross entropy in nats per token of each of the fixed windows, spread evenly over the data.
 
     Args: model: maps token ids [B, T] to logits [B, T, V], or to a tuple that begins with them;
         data: token ids [N]; n_windows: windows of seqlen tokens (default the model's context).
-    Returns: a float; every model sees the same windows, each token weighs the same. Evaluation mode
-        during the call, the model's own mode afterwards.
+    Returns: float64 [n_windows] on the CPU; every model sees the same windows. Evaluation mode during the
+        call, the model's own mode afterwards.
     """
     seqlen = seqlen or model.seqlen
     check_length(data, seqlen)
@@ -391,14 +467,44 @@ def validation_loss(model, data, n_windows=128, seqlen=None, batch_size=16):
     model_device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    total = 0.0
+    losses = []
     for batch in windows.split(batch_size):
         batch = batch.to(model_device)
-        logits = model(batch[:, :-1])  # [B, T, V]
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        total += F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
+        logits = first_of(model(batch[:, :-1]))  # [B, T, V]
+        loss = F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:], reduction="none")  # [B, T]
+        losses.append(
+            loss.double().mean(dim=1).cpu() if loss.device.type != "mps" else loss.mean(dim=1).cpu()
+        )
     model.train(was_training)
-    return total / (n_windows * seqlen)
+    return torch.cat(losses).double()  # [n_windows]
+
+
+def validation_loss(model, data, n_windows=128, seqlen=None, batch_size=16):
+    """Mean cross entropy in nats per token over the windows of window_losses: each token weighs the same."""
+    return window_losses(model, data, n_windows, seqlen, batch_size).mean().item()
+
+
+def loss_difference(losses, reference):
+    """Mean of losses - reference, [n_windows] each, and its standard error, from the pairs of windows."""
+    difference = losses - reference  # [n_windows]
+    se = difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
+    return difference.mean().item(), se
+
+
+def first_of(output):
+    """The logits of a model's output, which may be a tuple that begins with them."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def cache_tensors(cache):
+    """The tensors that a cache consists of: one of this collection's, or tuples and lists of tensors."""
+    if cache is None:
+        return []
+    if isinstance(cache, torch.Tensor):
+        return [cache]
+    if isinstance(cache, list | tuple):
+        return [tensor for part in cache for tensor in cache_tensors(part)]
+    return [t for name in ("k", "v", "kv") for t in cache_tensors(getattr(cache, name, None))]
 
 
 TOLERANCE = {  # largest difference of logits that rounding explains, by type
@@ -449,7 +555,7 @@ def first_wrong_choice(model, output, starts, prompt_len, margin):
     Returns: the first such position among the n, or None.
     """
     logits = model(output[:, :-1])  # [B, T + n - 1, V]
-    logits = (logits[0] if isinstance(logits, tuple) else logits)[:, prompt_len - 1 :]  # [B, n, V]
+    logits = first_of(logits)[:, prompt_len - 1 :]  # [B, n, V]
     chosen = logits.gather(-1, output[:, prompt_len:, None])[..., 0]  # [B, n]
     wrong = ~(logits.amax(dim=-1) - chosen <= margin)  # so written, a NaN is no success
     wrong &= torch.arange(wrong.shape[1], device=wrong.device) >= starts[:, None]  # [B, n]

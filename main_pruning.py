@@ -24,9 +24,7 @@ import torch.nn as nn
 from gptlite_kvcache import (
     Block_KVCache,
     GPTlite_KVCache,
-    Linear_AllCores,
     MultiHeadAttention_KVCache,
-    use_all_cores,
 )
 from inference_utils import sample_prompts
 from main_distillation import distill
@@ -100,8 +98,6 @@ def prune_linear(linear, rows=None, columns=None):
     pruned.weight = nn.Parameter(weight.clone(), linear.weight.requires_grad)
     if bias is not None:
         pruned.bias = nn.Parameter(bias.clone(), linear.bias.requires_grad)
-    if isinstance(linear, Linear_AllCores):
-        use_all_cores(pruned)
     return pruned.train(linear.training)
 
 
@@ -208,7 +204,7 @@ def with_kv_cache(model):
     model.__class__ = GPTlite_KVCache
     for block in model.blocks:
         block.__class__, block.mha.__class__ = Block_KVCache, MultiHeadAttention_KVCache
-    return use_all_cores(model)
+    return model
 
 
 if __name__ == "__main__":
