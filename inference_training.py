@@ -1,7 +1,8 @@
-"""What the scripts that train share: the optimiser, a few steps after a change, and runs that survive a stop.
+"""What scripts that train share: attention for training, the optimiser, a few steps, runs that can go on.
 
-A training step is the same everywhere: AdamW, gradients clipped, a warm-up and a cosine. A long run also
-saves its state, stops between two steps, goes on later, and writes beside its weights how they came about.
+A training step is the same everywhere: AdamW, clipped gradients, a learning rate that follows the progress.
+A long run also saves its state, stops between two steps, goes on later, and writes beside its weights how
+they came about.
 """
 
 import contextlib
@@ -18,7 +19,52 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from data.shakespeare import TEXT_SHA256, VALIDATION_PLAYS, VOCABULARY, get_batch
-from inference_utils import load_file, validation_loss, write_atomically
+from gptlite import MultiHeadAttention
+from inference_utils import first_of, load_file, validation_loss, write_atomically
+
+# ---- Attention for training ----
+
+
+def tiled_causal_attention(Q, K, V, tile=128):
+    """Textbook causal attention, one tile of queries at a time, on the keys that this tile can see.
+
+    Args: Q, K, V [B, H, T, D]; tile: queries in a tile.
+    Returns: [B, H, T, D]. With T = 2 * tile a quarter of the score matrix is never computed.
+    """
+    T, D = Q.shape[-2:]
+    if Q.dtype == torch.float16:  # scores overflow before they are scaled; bfloat16 has float32's range
+        return tiled_causal_attention(Q.float(), K.float(), V.float(), tile).half()
+    out = []
+    for start in range(0, T, tile):
+        stop = min(start + tile, T)
+        scores = Q[..., start:stop, :] @ K[..., :stop, :].transpose(-2, -1)  # [B, H, tile, stop]
+        hidden = torch.full((stop - start, stop), float("-inf"), dtype=scores.dtype, device=Q.device)
+        hidden = hidden.triu(start + 1)  # [tile, stop]: 0 where a key is visible
+        weights = F.softmax(scores / math.sqrt(D) + hidden, dim=-1)  # [B, H, tile, stop]
+        out.append(weights @ V[..., :stop, :])  # [B, H, tile, D]
+    return torch.cat(out, dim=-2)
+
+
+class MultiHeadAttention_Training(MultiHeadAttention):
+    """The same attention for training: fused on a GPU, tiled on a CPU (whose fused backward is slow)."""
+
+    def forward(self, x, causal_mask=True):
+        Q = self.split_heads(self.query_proj(x))  # [B, H, T, D]
+        K = self.split_heads(self.key_proj(x))  # [B, H, T, D]
+        V = self.split_heads(self.value_proj(x))  # [B, H, T, D]
+        if x.device.type == "cpu":
+            out = tiled_causal_attention(Q, K, V)  # [B, H, T, D]
+        else:
+            out = F.scaled_dot_product_attention(Q, K, V, is_causal=True)  # [B, H, T, D]
+        return self.dropout(self.out_proj(self.merge_heads(out)))  # [B, T, E]
+
+
+def use_training_attention(model):
+    """Gives every block of GPTlite that attention; the weights stay. Returns the model."""
+    for block in model.blocks:
+        block.mha.__class__ = MultiHeadAttention_Training
+    return model
+
 
 # ---- Steps ----
 
@@ -32,13 +78,11 @@ def learning_rate(progress, peak_lr, warmup=0.02, floor=0.0):
 
 
 def make_optimizer(model, lr, weight_decay=0.1):
-    """AdamW with weight decay on matrices only: biases, norms and embeddings may grow as they like."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embedding" in name]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    """AdamW with weight decay on what multiplies: biases, norms and embeddings may grow as they like."""
+    decaying, free = [], []
+    for name, p in model.named_parameters():
+        (decaying if p.ndim >= 2 and "embedding" not in name else free).append(p)  # each in one of them
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
 
 
@@ -55,7 +99,7 @@ def optimizer_step(model, optimizer, loss, lr):
 def has_bfloat16(device):
     """Whether this processor or GPU multiplies matrices in bfloat16 faster than in float32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and torch.backends.mkldnn.is_available() and _mkldnn_has_bfloat16()
 
 
@@ -93,6 +137,57 @@ def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="tr
         optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / n_steps, 0.5), 0.1))
         losses.append(loss.item())
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    model.eval()
+    return losses
+
+
+def check_same_shape(logits_student, logits_teacher):
+    """Raises ValueError for logits of other tokens or another vocabulary, which would broadcast."""
+    if logits_student.shape != logits_teacher.shape:
+        student, teacher = list(logits_student.shape), list(logits_teacher.shape)
+        raise ValueError(f"student's logits are {student}, teacher's {teacher}: they must belong together")
+
+
+def soft_label_loss(logits_student, logits_teacher, temperature):
+    """What distill minimises unless told otherwise: distillation_loss of main_distillation.py."""
+    check_same_shape(logits_student, logits_teacher)
+    log_q = F.log_softmax(logits_student / temperature, dim=-1).flatten(0, -2)  # [N, V]
+    p = F.softmax(logits_teacher / temperature, dim=-1).flatten(0, -2)  # [N, V]
+    return F.kl_div(log_q, p, reduction="batchmean") * temperature**2  # of the N tokens
+
+
+def distill(
+    model, teacher, train_data, iters, lr, batch_size, seqlen, temperature=2, loss_function=soft_label_loss
+):
+    """Trains the model on the teacher's distributions, the teacher running along.
+
+    Args: model, teacher: token ids [B, T] -> logits [B, T, V], or a tuple that begins with them; the model
+        is changed, the teacher frozen and in evaluation mode meanwhile; train_data: token ids [N]; lr: peak
+        learning rate, warm-up over 20 steps, cosine to a tenth; batch_size, seqlen: windows per step and
+        their length; loss_function: (logits, teacher's logits, temperature) -> scalar. torch.manual_seed
+        repeats the batches.
+    Returns: the loss of every step in nats per token. The model is in evaluation mode afterwards.
+    """
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, lr)
+    # a generator of its own: dropout in the model must not change which batches come
+    generator = torch.Generator().manual_seed(torch.randint(2**62, ()).item())
+    teacher_was_training = teacher.training
+    teacher.eval()
+    model.train()
+    losses = []
+    for step in (bar := tqdm(range(iters), desc="distillation", leave=False, disable=None)):
+        x = get_batch(train_data, batch_size, seqlen, generator)[0].to(device)  # [B, T]
+        with autocast(device):
+            with torch.no_grad():
+                target = first_of(teacher(x))  # [B, T, V]
+            logits = first_of(model(x))  # [B, T, V]
+        loss = loss_function(logits.float(), target.float(), temperature)
+        progress = (step + 1) / iters
+        optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / iters, 0.5), 0.1))
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    teacher.train(teacher_was_training)
     model.eval()
     return losses
 

@@ -16,10 +16,8 @@ Deep Nets Really Need to be Deep?, 2014 (mean squared error of logits).
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
-from data.shakespeare import get_batch
-from inference_training import autocast, learning_rate, make_optimizer, optimizer_step
+from inference_training import distill
 
 LR = 3e-3  # peak learning rate of AdamW: a narrow model wants more than GPTlite's
 N_STORED = 24_576  # windows with stored labels at most: 1.5 times the plays, 1.2 GB; epochs reuse them
@@ -38,40 +36,6 @@ def distillation_loss(logits_student, logits_teacher, temperature):
     log_p = F.log_softmax(logits_teacher.reshape(-1, V) / temperature, dim=-1)  # [N, V]
     # batchmean divides by the first dimension alone: flattened, so that this is the number of tokens
     return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean") * temperature**2
-
-
-def distill(student, teacher, data, n_steps, lr, batch_size, seqlen, temperature=2):
-    """Trains the student on the teacher's distributions, the teacher running along.
-
-    Args: student, teacher: token ids [B, T] -> logits [B, T, V], or a tuple that begins with them; the
-        student is changed, the teacher frozen and in evaluation mode meanwhile; data: token ids [N];
-        lr: peak learning rate, warm-up over 20 steps, cosine to a tenth; batch_size, seqlen: windows per
-        step and their length. torch.manual_seed repeats the batches.
-    Returns: the loss of every step in nats per token. The student is in evaluation mode afterwards.
-    """
-    device = next(student.parameters()).device
-    optimizer = make_optimizer(student, lr)
-    # a generator of its own: dropout in the student must not change which batches come
-    generator = torch.Generator().manual_seed(torch.randint(2**62, ()).item())
-    teacher_was_training = teacher.training
-    teacher.eval()
-    student.train()
-    losses = []
-    for step in (bar := tqdm(range(n_steps), desc="distillation", leave=False, disable=None)):
-        x = get_batch(data, batch_size, seqlen, generator)[0].to(device)  # [B, T]
-        with autocast(device):
-            with torch.no_grad():
-                target = teacher(x)  # [B, T, V]
-            logits = student(x)  # [B, T, V]
-        logits, target = (out[0] if isinstance(out, tuple) else out for out in (logits, target))
-        loss = distillation_loss(logits.float(), target.float(), temperature)
-        progress = (step + 1) / n_steps
-        optimizer_step(student, optimizer, loss, learning_rate(progress, lr, min(20 / n_steps, 0.5), 0.1))
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-    teacher.train(teacher_was_training)
-    student.eval()
-    return losses
 
 
 def logit_mse(logits_student, logits_teacher):

@@ -23,8 +23,9 @@ import inference_utils
 import main_distillation_store
 from gptlite import GPTlite, GPTliteParameters
 from gptlite_kvcache import GPTlite_KVCache
+from inference_training import distill
 from inference_utils import GPTLITE_CKPT_PATH, load_checkpoint
-from main_distillation import compare_with_teacher, distill, distillation_loss, logit_mse
+from main_distillation import compare_with_teacher, distillation_loss, logit_mse
 from main_distillation_store import (
     keep_best,
     merge_rest,
@@ -60,7 +61,7 @@ def test_signatures_of_the_post():
         "logits_teacher",
         "temperature",
     ]
-    names = "student teacher data n_steps lr batch_size seqlen temperature"
+    names = "model teacher train_data iters lr batch_size seqlen temperature loss_function"
     assert list(inspect.signature(distill).parameters) == names.split()
     assert inspect.signature(distill).parameters["temperature"].default == 2
 
@@ -110,7 +111,7 @@ def test_copy_of_the_teacher_starts_at_zero_and_the_teacher_stays():
     before = copy.deepcopy(teacher.state_dict())
     losses = distill(student, teacher, random_tokens(1, 200)[0], 3, 1e-3, 4, 8)
     # with dropout in the teacher, or other inputs, this would be about 1
-    assert losses[0] < 1e-12 and len(losses) == 3
+    assert losses[0] < 1e-6 and len(losses) == 3
     assert teacher.training and not student.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     assert all(p.grad is None for p in teacher.parameters())
