@@ -1,10 +1,14 @@
-"""What the scripts on prefix caches share about measuring: a workload in several ways, one prompt alone.
+"""What the scripts on serving share: refusals of requests, the scheduler over blocks, measuring workloads.
+
+refusals() says which requests cannot be served; PagedScheduler and serve() are continuous batching over a
+BlockPool (gptlite_paged.py). For prefix caches:
 
 serve_chats() serves a workload of data/workloads.py; serve_workload() does so in several ways, times each
 request, and checks that no cache changes an output; prompt_alone() times one prompt of which more and more
 is found.
 """
 
+from collections import deque
 from itertools import cycle
 from statistics import median
 
@@ -12,7 +16,145 @@ import torch
 
 import inference_report as rep
 import inference_utils as utils
-from gptlite_paged import Sequence
+from gptlite_paged import Sequence, choose_tokens
+
+
+def refusals(requests, batch_size, max_tokens=None):
+    """For each request a ValueError that says why it cannot be served, or None. The others are served.
+
+    Args: requests: list of (prompt [T], n_tokens); max_tokens: most tokens of prompt and answer together.
+    Raises: ValueError for a batch without slots.
+    """
+    if batch_size < 1:
+        raise ValueError(f"a batch of {batch_size}: it needs at least one slot")
+    reasons = []
+    for prompt, n_tokens in requests:
+        T, reason = len(prompt), None
+        if T == 0:
+            reason = "the prompt is empty: it needs at least one character"
+        elif n_tokens < 0:
+            reason = f"{n_tokens} new tokens: their number cannot be negative"
+        elif max_tokens is not None and T + n_tokens > max_tokens:
+            reason = f"a prompt of {T} and {n_tokens} new tokens do not fit: at most {max_tokens} together"
+        reasons.append(reason and ValueError(reason))
+    return reasons
+
+
+def swap_out(pool, sequence):
+    """Moves a sequence's keys and values to host memory; returns them [L, blocks, block_size, 2, H, D]."""
+    filled = sequence.table[: pool.blocks_for(sequence.done)]
+    data = pool.kv[:, filled].cpu()  # a copy: what is indexed by a list is never a view
+    pool.release(sequence.table)
+    sequence.table = []
+    return data
+
+
+def swap_in(pool, sequence, data):
+    """Brings them back, into any free blocks."""
+    sequence.table = pool.allocate(data.shape[1])
+    pool.kv[:, sequence.table] = data.to(pool.kv.device)
+
+
+class PagedScheduler:
+    """Continuous batching over a BlockPool, first come, first served.
+
+    Args: model: GPTlite_Paged; swap: what becomes of the newest sequence when a running one finds no free
+        block: False drops its blocks and computes its tokens anew, True copies them to host memory and back;
+        reserve: None takes blocks when they are needed; a function sequence -> n_tokens takes room for so
+        many at admission, which is what a contiguous cache does; max_running: sequences at a time at most;
+        watermark: share of the pool that admission leaves free, so that those who run can grow;
+        temperature: as in choose_tokens.
+    """
+
+    def __init__(
+        self, model, pool, swap=False, reserve=None, max_running=256, watermark=0.01, temperature=0.0
+    ):
+        self.model, self.pool, self.swap, self.reserve = model, pool, swap, reserve
+        self.max_running, self.temperature = max_running, temperature
+        self.spare = 0 if reserve else int(watermark * pool.n_blocks)  # blocks
+        self.waiting, self.running, self.swapped = deque(), [], {}
+        self.n_preempted = self.n_bytes_swapped = 0
+
+    def n_tokens(self, sequence):
+        """For how many more tokens the sequence needs room now."""
+        reserved = self.reserve(sequence) - sequence.done if self.reserve else 0
+        return max(sequence.pending, reserved)
+
+    def add(self, sequence):
+        """Puts a sequence at the end of the queue. Raises ValueError for one that could never run."""
+        n_tokens = max(sequence.end - 1, self.n_tokens(sequence))  # the last token is never in the cache
+        too_long = n_tokens > self.model.seqlen or self.pool.blocks_for(n_tokens) > self.pool.n_blocks
+        if too_long or not sequence.ids:
+            raise ValueError(
+                f"request {sequence.request}: {n_tokens} tokens do not fit the pool or the context"
+            )
+        if not sequence.finished:
+            self.waiting.append(sequence)
+
+    def preempt(self):
+        """The newest sequence gives all its blocks back, and is the next to be admitted. Nothing is lost."""
+        sequence = self.running.pop()
+        if self.swap:
+            self.swapped[sequence] = swap_out(self.pool, sequence)
+            self.n_bytes_swapped += self.swapped[sequence].nbytes
+        else:
+            self.pool.drop(sequence)
+        self.waiting.appendleft(sequence)
+        self.n_preempted += 1
+
+    def admit(self):
+        """Admits waiting sequences, in order, while their tokens so far fit and the watermark is kept."""
+        while self.waiting and len(self.running) < self.max_running:
+            sequence, spare = self.waiting[0], self.spare if self.running else 0
+            total = self.pool.blocks_for(sequence.done + self.n_tokens(sequence))
+            if total + spare > len(self.pool.free):
+                break
+            self.running.append(self.waiting.popleft())
+            if sequence in self.swapped:
+                swap_in(self.pool, sequence, self.swapped.pop(sequence))
+            self.pool.grow(sequence, self.n_tokens(sequence))
+
+    def choose_work(self):
+        """What a step computes, [(sequence, n tokens), ...]: all that is pending."""
+        return [(sequence, sequence.pending) for sequence in self.running]
+
+    def step(self):
+        """One forward over the chosen work; returns the sequences that are finished and leave."""
+        n_before = self.n_preempted
+        for sequence in list(self.running):  # the oldest first: it always gets on, so all are finished once
+            while sequence in self.running and self.pool.n_missing(sequence, 1) > len(self.pool.free):
+                self.preempt()
+            if sequence in self.running:
+                self.pool.grow(sequence, 1)
+        if self.n_preempted == n_before:  # else what was just made free would be taken at once
+            self.admit()
+        complete, logits = self.model.step(self.pool, self.choose_work())
+        for sequence, token in zip(complete, choose_tokens(logits, complete, self.temperature), strict=True):
+            sequence.ids.append(token)
+        done = [sequence for sequence in self.running if sequence.finished]
+        for sequence in done:
+            self.running.remove(sequence)
+            self.pool.drop(sequence)
+        return done
+
+
+def serve(scheduler, requests):
+    """Serves requests that are all there from the start.
+
+    Args: requests: list of (prompt [T], n_tokens).
+    Returns: for each its prompt and answer [T + n_tokens], or a ValueError that says why it was refused.
+    """
+    room = min(scheduler.model.seqlen, scheduler.pool.n_blocks * scheduler.pool.block_size)
+    outputs = refusals(requests, 1, max_tokens=room + 1)
+    for i, (prompt, n_tokens) in enumerate(requests):
+        if outputs[i] is None:
+            outputs[i] = prompt
+            scheduler.add(Sequence(i, prompt.tolist(), len(prompt) + n_tokens))
+    while scheduler.waiting or scheduler.running:
+        for sequence in scheduler.step():
+            outputs[sequence.request] = outputs[sequence.request].new_tensor(sequence.ids)  # [T + n]
+    return outputs
+
 
 FIGURES = {  # columns of a report
     "hit_ms": ("hit TTFT", "{:.1f}"),

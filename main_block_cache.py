@@ -15,7 +15,7 @@ import hashlib
 from array import array
 
 from gptlite_paged import BlockPool
-from main_paged_attention import PagedScheduler
+from inference_serving import PagedScheduler
 
 
 def block_keys(ids, block_size, root=b""):

@@ -144,7 +144,7 @@ if __name__ == "__main__":
     from gptlite import get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
     from gptlite_paged import GPTlite_Paged
-    from main_paged_attention import PagedScheduler, serve
+    from inference_serving import PagedScheduler, serve
 
     parser = rep.options(__doc__, repeats=3)
     parser.add_argument("--n-answers", type=rep.positive_int, default=4, help="beams, and samples")

@@ -18,7 +18,7 @@ import heapq
 from itertools import islice
 
 from gptlite_paged import BlockPool
-from main_paged_attention import PagedScheduler
+from inference_serving import PagedScheduler
 from main_prefix_cache import common_length
 
 

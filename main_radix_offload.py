@@ -208,8 +208,7 @@ if __name__ == "__main__":
     from data.shakespeare import get_shakespeare_data
     from data.workloads import make_workloads
     from gptlite import GPTlite, get_gptlite_model_parameters
-    from inference_serving import each_as_alone, serve_chats, serve_workload
-    from main_paged_attention import PagedScheduler
+    from inference_serving import PagedScheduler, each_as_alone, serve_chats, serve_workload
 
     parser = rep.options(__doc__, repeats=2)
     parser.add_argument("--batch-size", type=rep.positive_int, default=1, help="texts served at a time")

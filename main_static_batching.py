@@ -14,6 +14,8 @@ waste). main_continuous_batching.py refills a slot as soon as it is free, and ad
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from inference_serving import refusals
+
 
 def make_requests(data, n_requests, seqlen, generator=None):
     """Draws requests that fit seqlen tokens: prompts cut from data, answers of very different lengths.
@@ -36,27 +38,6 @@ def make_requests(data, n_requests, seqlen, generator=None):
         n_tokens = torch.randint(shortest, seqlen - longest + 1, (), generator=generator).item()
         requests.append((data[start : start + T], n_tokens))
     return requests
-
-
-def refusals(requests, batch_size, max_tokens=None):
-    """For each request a ValueError that says why it cannot be served, or None. The others are served.
-
-    Args: requests: list of (prompt [T], n_tokens); max_tokens: most tokens of prompt and answer together.
-    Raises: ValueError for a batch without slots.
-    """
-    if batch_size < 1:
-        raise ValueError(f"a batch of {batch_size}: it needs at least one slot")
-    reasons = []
-    for prompt, n_tokens in requests:
-        T, reason = len(prompt), None
-        if T == 0:
-            reason = "the prompt is empty: it needs at least one character"
-        elif n_tokens < 0:
-            reason = f"{n_tokens} new tokens: their number cannot be negative"
-        elif max_tokens is not None and T + n_tokens > max_tokens:
-            reason = f"a prompt of {T} and {n_tokens} new tokens do not fit: at most {max_tokens} together"
-        reasons.append(reason and ValueError(reason))
-    return reasons
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_gptlite_paged import PAGED, alone, assert_clean, poisoned_pool
 
 from gptlite_paged import BlockPool, Sequence
-from main_paged_attention import PagedScheduler, serve, swap_in, swap_out
+from inference_serving import PagedScheduler, serve, swap_in, swap_out
 
 
 def make_requests(draw, n_requests, seqlen=16):

@@ -13,7 +13,7 @@ from test_main_paged_attention import refusal
 
 from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
 from gptlite_paged import Sequence, choose_tokens
-from main_paged_attention import PagedScheduler
+from inference_serving import PagedScheduler
 from main_paged_sharing import SharingPool, beam_search, beam_search_contiguous, parallel_samples
 
 
