@@ -130,6 +130,35 @@ class GPTlite_KVCache(GPTlite):
         return self.fc_out(self.ln(x)), new_cache  # [B, Sq, V]
 
 
+# ---- A dynamic cache as a whole: one (k, v) a layer, [B, H, S, D] each; None holds no token ----
+
+
+def cache_length(kv_cache):
+    """Number of tokens in a cache."""
+    return kv_cache[0][0].shape[-2] if kv_cache else 0
+
+
+def cache_bytes(kv_cache):
+    return sum(t.numel() * t.element_size() for kv in kv_cache or [] for t in kv)
+
+
+def cut_cache(kv_cache, n):
+    """The first n tokens of a cache, as views; None for n = 0. Right because a token sees no later one."""
+    return [(k[..., :n, :], v[..., :n, :]) for k, v in kv_cache] if n else None  # [B, H, n, D]
+
+
+def expand_cache(kv_cache, batch_size):
+    """The cache of one sequence for a whole batch: every row reads the same memory, as views."""
+    return kv_cache and [
+        (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv_cache
+    ]
+
+
+def common_length(a, b):
+    """How many tokens two sequences have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 # ---- The static form ----
 
 

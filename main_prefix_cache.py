@@ -14,28 +14,8 @@ Source: Zheng et al., SGLang, 2024 (reuse across requests, RadixAttention); Kwon
 import torch
 import torch.nn.functional as F
 
+from gptlite_kvcache import cache_bytes, cache_length, common_length, cut_cache, expand_cache
 from main_kvcache import generate_kvcache
-
-
-def cache_length(kv_cache):
-    """Number of tokens in a cache: one (k, v) a layer, [B, H, S, D] each. None holds none."""
-    return kv_cache[0][0].shape[-2] if kv_cache else 0
-
-
-def cache_bytes(kv_cache):
-    return sum(t.numel() * t.element_size() for kv in kv_cache or [] for t in kv)
-
-
-def cut_cache(kv_cache, n):
-    """The first n tokens of a cache, as views; None for n = 0. Right because a token sees no later one."""
-    return [(k[..., :n, :], v[..., :n, :]) for k, v in kv_cache] if n else None  # [B, H, n, D]
-
-
-def expand_cache(kv_cache, batch_size):
-    """The cache of one sequence for a whole batch: every request reads the same memory, as views."""
-    return kv_cache and [
-        (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv_cache
-    ]
 
 
 def check_fits(n_prefix, n_request, n_tokens, seqlen):
@@ -66,11 +46,6 @@ def generate_with_prefix(model, prefix_cache, request, n_tokens, seqlen):
     check_fits(cache_length(prefix_cache), request.shape[1], n_tokens, seqlen)
     kv_cache = expand_cache(prefix_cache, request.shape[0])  # [B, H, P, D] a layer
     return generate_kvcache(model, request, n_tokens, seqlen, kv_cache)
-
-
-def common_length(a, b):
-    """How many tokens two sequences have in common at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def match_prefix(tokens, stored, kv_cache):
