@@ -56,6 +56,8 @@ SIZES = {  # sizes that many scripts have: their help
     "batch_size": "sequences of the batch",
     "prompt_len": "tokens of the prompts",
     "n_tokens": "new tokens",
+    "n_requests": "requests to serve",
+    "longest": "most tokens of a request, prompt and answer",
 }
 
 

@@ -304,7 +304,8 @@ Method = namedtuple("Method", "name run models buffers", defaults=[()])
 Measurement = namedtuple(
     "Measurement",
     "output ttft_ms tpot_ms tpot_p99_ms tokens_per_s ttft_ms_spread tpot_ms_spread tokens_per_s_spread "
-    "forward_tokens n_steps steps_ms",
+    "forward_tokens n_steps steps_ms runs_ms",
+    defaults=[None],
 )
 
 
@@ -314,8 +315,8 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
     Args: methods: list of Method; n_generated: tokens a user receives from one run, all sequences;
         repeats: timed runs of each; n_prefill_steps: forwards up to and with the first token.
     Returns: {name: Measurement}: medians over the repeats (the 99th percentile over all steps of all runs),
-        the output of the last run, spreads as (lowest, highest) of the runs, and steps_ms, the median over
-        the repeats for each step.
+        the output of the last run, spreads as (lowest, highest) of the runs, steps_ms, the median over the
+        repeats for each step, and runs_ms, the steps of each run.
     """
     clocks = {method.name: [] for method in methods}
     outputs = {}
@@ -343,6 +344,7 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
             forward_tokens=runs[-1].forward_tokens,
             n_steps=runs[-1].n_steps,
             steps_ms=[statistics.median(step) for step in zip(*(run.steps_ms for run in runs), strict=True)],
+            runs_ms=[run.steps_ms for run in runs],
         )
     return results
 
