@@ -3,8 +3,7 @@
 Without a cache, generating token t runs the model over all t tokens again. Keys and values of a token
 do not depend on later tokens, so they can be stored: a step then runs the model over one token, and
 attention reads the stored keys and values. Exact while the text fits the context. Two forms: a dynamic
-cache that grows by concatenation, and a static one, preallocated and written in place, whose decode
-step has fixed shapes (what CUDA graphs and compilation need).
+cache that grows by concatenation, and a static one, preallocated and written in place.
 
 Past the context both keep the last `seqlen` keys and values and give each new token the last position.
 That is a rule, not an equality: the model without cache re-encodes the last tokens at new positions.
@@ -31,11 +30,15 @@ def scaled_dot_product_attention_kv_cache(Q, K, V, causal_mask=True, dropout=Non
     wide = torch.promote_types(Q.dtype, torch.float32)  # scores of 16 bits overflow before they are scaled
     scores = Q.to(wide) @ K.to(wide).transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, Sq, Sk]
     Sq, Sk = scores.shape[-2:]
-    if causal_mask is True and Sq == 1 <= Sk:
-        causal_mask = False  # a single query is the newest token: it sees every key
-    if causal_mask is True:
+    if causal_mask is True and Sq > Sk:  # the first Sq - Sk queries see no key
         causal_mask = torch.ones(Sq, Sk, dtype=torch.bool, device=Q.device).tril(Sk - Sq)  # [Sq, Sk]
-    weights = F.softmax(scores, dim=-1) if causal_mask is False else masked_softmax(scores, causal_mask)
+    if isinstance(causal_mask, torch.Tensor):
+        weights = masked_softmax(scores, causal_mask)  # [B, H, Sq, Sk]
+    else:
+        if causal_mask and Sq > 1:  # a single query is the newest token: it sees every key
+            later = torch.ones(Sq, Sk, dtype=torch.bool, device=Q.device).triu(Sk - Sq + 1)  # [Sq, Sk]
+            scores = scores.masked_fill(later, float("-inf"))
+        weights = F.softmax(scores, dim=-1)  # [B, H, Sq, Sk]
     if dropout is not None:
         weights = dropout(weights)  # [B, H, Sq, Sk]
     return weights.to(V.dtype) @ V  # [B, H, Sq, D]
@@ -170,14 +173,12 @@ class StaticKVCache:
     """
 
     def __init__(self, model, batch_size, max_seqlen=None):
-        weight = model.blocks[0].mha.key_proj.weight
+        weight = model.position_embedding.weight
         mha = model.blocks[0].mha
         self.window = checked_window(model, max_seqlen)
         shape = (len(model.blocks), batch_size, mha.n_heads, self.window, mha.d_head)
         self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # [L, B, H, W, D]
         self.v = torch.zeros_like(self.k)
-        # the same count as a tensor, for the decode step of fixed shapes (a graph cannot hold an int)
-        self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)  # [1]
         self.length = 0
 
     def reset(self):
@@ -185,8 +186,15 @@ class StaticKVCache:
         self.advance(-self.length)
 
     def advance(self, n_tokens):
+        """Counts tokens that were written; a negative number forgets the last ones, before the ring has rolled."""
         self.length += n_tokens
-        self.position.add_(n_tokens)
+
+    def check_fits(self, model, batch_size):
+        """Raises ValueError for another model's shape or another batch size, which would be broadcast over."""
+        mha, found = model.blocks[0].mha, list(self.k.shape)
+        wanted = [len(model.blocks), batch_size, mha.n_heads, self.window, mha.d_head]
+        if found != wanted:
+            raise ValueError(f"a cache {found} does not fit: this model and batch need {wanted}")
 
     def rows(self):
         """Rows of the tokens in the window, oldest first, as an index tensor."""
@@ -237,32 +245,12 @@ class MultiHeadAttention_StaticKVCache(MultiHeadAttention):
         out = scaled_dot_product_attention_kv_cache(Q, K, V, mask)  # [B, H, Sq, D]
         return self.out_proj(self.merge_heads(out))  # [B, Sq, E]
 
-    def decode(self, x, cache, layer):
-        """One token a sequence, [B, 1, E] -> [B, 1, E], by operations of fixed shape only.
-
-        Place and visible rows come from the tensor cache.position, so one recorded graph or one
-        compiled function serves every step. Rows not written yet are masked, their values zeroed:
-        0 * NaN would be NaN.
-        """
-        Q = self.split_heads(self.query_proj(x))  # [B, H, 1, D]
-        K = self.split_heads(self.key_proj(x))  # [B, H, 1, D]
-        V = self.split_heads(self.value_proj(x))  # [B, H, 1, D]
-        row = cache.position % cache.window  # [1]
-        k, v = cache.k[layer], cache.v[layer]  # [B, H, W, D]
-        k.index_copy_(2, row, K)
-        v.index_copy_(2, row, V)
-        visible = torch.arange(cache.window, device=x.device) <= cache.position  # [W]
-        v = v.masked_fill(~visible[:, None], 0.0)  # [B, H, W, D]
-        out = scaled_dot_product_attention_kv_cache(Q, k, v, visible[None, :])  # [B, H, 1, D]
-        return self.out_proj(self.merge_heads(out))  # [B, 1, E]
-
 
 class Block_StaticKVCache(Block_KVCache):
     mha_class = MultiHeadAttention_StaticKVCache
 
-    def forward(self, x, cache, layer, fixed_shapes=False):
-        attend = self.mha.decode if fixed_shapes else self.mha
-        x = x + attend(self.ln1(x), cache, layer)  # [B, Sq, E]
+    def forward(self, x, cache, layer):
+        x = x + self.mha(self.ln1(x), cache, layer)  # [B, Sq, E]
         return x + self.ffwd(self.ln2(x))  # [B, Sq, E]
 
 
@@ -274,32 +262,18 @@ class GPTlite_StaticKVCache(GPTlite_KVCache):
 
     block_class = Block_StaticKVCache
 
+    @torch.no_grad()  # a graph of gradients would grow in the buffers, step by step
     def forward(self, x, kv_cache=None):
         """New tokens [B, Sq] -> (logits [B, Sq, V], the cache, now longer; a new one if none is given)."""
         if x.shape[1] == 0:
             raise ValueError("no tokens: an empty prompt has nothing to continue")
         if kv_cache is None:
             kv_cache = StaticKVCache(self, x.shape[0])
-        positions = torch.arange(kv_cache.length, kv_cache.length + x.shape[1], device=x.device)
-        logits = self.run_blocks(x, positions.clamp(max=kv_cache.window - 1), kv_cache)
-        kv_cache.advance(x.shape[1])
-        return logits, kv_cache
-
-    def decode(self, x, kv_cache):
-        """One token a sequence [B, 1] -> logits [B, 1, V], by operations of fixed shape only.
-
-        The caller calls kv_cache.advance(1) afterwards (a recorded graph could not count in Python).
-        """
-        positions = kv_cache.position.clamp(max=kv_cache.window - 1)  # [1]
-        return self.run_blocks(x, positions, kv_cache, fixed_shapes=True)
-
-    @torch.no_grad()  # a graph of gradients would grow in the buffers, step by step
-    def run_blocks(self, x, positions, kv_cache, fixed_shapes=False):
-        mha, found = self.blocks[0].mha, list(kv_cache.k.shape)
-        wanted = [len(self.blocks), x.shape[0], mha.n_heads, kv_cache.window, mha.d_head]
-        if found != wanted:  # one of another batch size would be broadcast over without a word
-            raise ValueError(f"a cache {found} does not fit: this model and batch need {wanted}")
+        kv_cache.check_fits(self, x.shape[0])
+        positions = torch.arange(kv_cache.length, kv_cache.length + x.shape[1], device=x.device)  # [Sq]
+        positions = positions.clamp(max=kv_cache.window - 1)
         x = self.token_embedding(x) + self.position_embedding(positions)  # [B, Sq, E]
         for layer, block in enumerate(self.blocks):
-            x = block(x, kv_cache, layer, fixed_shapes)  # [B, Sq, E]
-        return self.fc_out(self.ln(x))  # [B, Sq, V]
+            x = block(x, kv_cache, layer)  # [B, Sq, E]
+        kv_cache.advance(x.shape[1])
+        return self.fc_out(self.ln(x)), kv_cache  # [B, Sq, V]

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import platform
 import sys
 from functools import partial
@@ -22,7 +21,7 @@ from textwrap import fill
 import torch
 
 import inference_words as words
-from data.shakespeare import get_shakespeare_data
+from data.shakespeare import check_length, get_shakespeare_data
 from inference_cost import (  # noqa: F401 (a script finds the cost model here as well)
     Ceilings,
     Cost,
@@ -31,6 +30,7 @@ from inference_cost import (  # noqa: F401 (a script finds the cost model here a
     lower_bound_ms,
     measure_ceilings,
     share_of,
+    step_cost,
 )
 from inference_options import (  # noqa: F401
     SIZES,
@@ -38,8 +38,10 @@ from inference_options import (  # noqa: F401
     count,
     options,
     parse,
+    positive,
     positive_int,
     script,
+    share,
 )
 from inference_plot import draw_lines, draw_points, new_figure, save_figure
 from inference_utils import (
@@ -59,6 +61,7 @@ from inference_utils import (
     n_parameters,
     peak_memory_mb,
     sample_prompts,
+    tie_margin,
     window_losses,
     write_atomically,
 )
@@ -151,6 +154,7 @@ COLUMNS = {  # key of a row: (heading, format)
     "n_parameters": ("parameters", "{:,}"),
     "same_output": ("same output", "{}"),
 }
+OUTPUTS = ("json", "plot")  # options that change no figure
 ALWAYS = [key for key in COLUMNS if key != "speedup"]
 TIMED = ["ttft_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s"]
 TIMED += ["ttft_ms_spread", "tpot_ms_spread", "tokens_per_s_spread"]
@@ -205,11 +209,9 @@ def without_nan(value):
 
 def plain(value):
     """An option's value for JSON: files by their names, without the folders of this machine."""
-    if isinstance(value, Path):
-        return value.name
-    if isinstance(value, str) and os.sep in value:
-        return Path(value).name
-    return value
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value.name if isinstance(value, Path) else value
 
 
 def sha256_of(path):
@@ -217,9 +219,9 @@ def sha256_of(path):
     return hashlib.sha256(path.read_bytes()).hexdigest() if Path(path).is_file() else None
 
 
-def sources(script):
+def sources(path):
     """The files that a script's figures follow from: it and what it imports, but for the harness."""
-    found, left = set(), [Path(script).resolve()]
+    found, left = set(), [Path(path).resolve()]
     while left:
         file = left.pop()
         if file in found or not file.is_file() or not file.is_relative_to(ROOT):
@@ -234,9 +236,9 @@ def sources(script):
     return sorted(found)
 
 
-def code_sha256(script):
-    """The hash of sources(script), by which a report made by older code is told."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sources(script))).hexdigest()
+def code_sha256(path):
+    """The hash of sources(path), by which a report made by older code is told."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources(path))).hexdigest()
 
 
 def weights_of(method):
@@ -250,12 +252,12 @@ def kv_bytes_per_token(model, prompts):
 
     Counted from the tensors that the model returns beside the logits for prompts [B, T].
     """
-    output = model(prompts)
+    tokens = prompts[:1, -getattr(model, "seqlen", prompts.shape[1]) :]  # [1, T]
+    output = model(tokens)
     if not isinstance(output, tuple):
         return None
-    room = getattr(output[1], "window", prompts.shape[1])  # tokens that these tensors hold
-    n_bytes = sum(t.numel() * t.element_size() for t in cache_tensors(output[1]))
-    return n_bytes / (room * len(prompts))
+    room = getattr(output[1], "window", tokens.shape[1])  # tokens that these tensors hold
+    return sum(t.numel() * t.element_size() for t in cache_tensors(output[1])) / room
 
 
 class Report:
@@ -271,6 +273,8 @@ class Report:
         self.args, self.valid = args, None if text is None else text.valid
         self.columns = {k: v for k, v in (COLUMNS | (columns or {})).items() if k not in hide}
         self.losses, self.measured, self.panels, self._ceilings = {}, {}, [], None
+        if text is not None:  # now, and not after the timing
+            check_length(text.valid, model.seqlen)
         sizes = {key: getattr(args, key) for key in SIZES if getattr(args, key, None) is not None}
         config = sizes | config
         self.data = {
@@ -288,7 +292,7 @@ class Report:
                 "n_parameters": n_parameters(model),
                 "checkpoint": args.checkpoint.name,
                 "weights_sha256": sha256_of(args.checkpoint),
-                "options": {key: plain(value) for key, value in getattr(args, "given", {}).items()},
+                "options": {k: plain(v) for k, v in getattr(args, "given", {}).items() if k not in OUTPUTS},
                 "versions": {"python": platform.python_version(), "torch": torch.__version__},
                 **{key: plain(value) for key, value in config.items()},
             },
@@ -313,9 +317,11 @@ class Report:
         timed = [TimedMethod(m.name, partial(m.run, prompts, n_tokens), m.steps, m.buffers) for m in methods]
         results = measure(timed, B * n_tokens, self.args.repeats)
         baseline, rows = methods[0], {}
-        tokens = results[baseline.name].output[:, : baseline.model.seqlen]  # [B, S]: as far as is promised
+        seqlen = baseline.model.seqlen
+        first_read = max(T - seqlen, 0)  # of a prompt beyond the context its end is read
+        tokens = results[baseline.name].output[:, first_read:][:, :seqlen]  # [B, S]: as far as is promised
         with torch.no_grad():
-            logits = first_of(baseline.model(tokens))[:, T - 1 :]  # [B, n, V]
+            logits = first_of(baseline.model(tokens))[:, T - 1 - first_read :]  # [B, n, V]
         for method, one in zip(methods, timed, strict=True):
             result = results[method.name]
             figures = self.loss_figures(method.model, baseline.model) if method.loss else {}
@@ -335,6 +341,11 @@ class Report:
                 **figures | method.figures,
             )
             self.measured[method.name + suffix] = result
+        gaps = [rows[m.name]["loss_difference"] for m in methods if m.exact and m.loss]
+        gaps = [abs(gap) for gap in gaps if gap is not None]
+        if gaps:  # a NaN is no success
+            tolerance, worst = TOLERANCE[logits.dtype], max(gaps, key=lambda gap: (gap != gap, gap))
+            self.check(f"the baseline's loss{suffix} (differ by {worst:.0e})", worst <= tolerance)
         return rows
 
     def same_tokens(self, method, results, baseline, prompts, logits, suffix):
@@ -348,7 +359,7 @@ class Report:
         n_generated = results[baseline.name].output.shape[1] - T
         n = min(logits.shape[1], n_generated)  # tokens that are compared
         compared = "same tokens" if n == n_generated else f"same first {n} of {n_generated} tokens"
-        margin = max(1e-3, 2 * TOLERANCE[logits.dtype])  # closer logits are a tie to this type
+        margin = tie_margin(logits.dtype)
         reference = results[baseline.name].output[:, T : T + n]  # [B, n]
         output = results[method.name].output[:, : T + n]  # [B, T + n]
         generated = output[:, T:]  # [B, n]
@@ -365,6 +376,8 @@ class Report:
 
     def loss_of(self, model):
         """Losses of a model on the windows of every report, float64 [n_windows], measured once a model."""
+        if self.valid is None:
+            raise ValueError("losses need a text: Report(..., text=text), or loss=False in a Method")
         if id(model) not in self.losses:
             self.losses[id(model)] = model, window_losses(model, self.valid, self.args.n_windows)
         return self.losses[id(model)][1]
@@ -387,6 +400,20 @@ class Report:
         for value in values:
             times = alternating_ms(functions(value), self.args.repeats, self.args.device)
             rows.append({size: value, **times})
+        return self.sweep(title, rows)
+
+    def memory_sweep(self, title, size, values, functions):
+        """Peak memory of functions(value), {name: functools.partial of a function and its tensors}, over a size.
+
+        Returns: the rows, {size: value, name: MB, ...}; None where the device has no count of its memory.
+        """
+        rows = []
+        for value in values:
+            runs = functions(value)
+            inputs = {n: [t for t in run.args if isinstance(t, torch.Tensor)] for n, run in runs.items()}
+            rows.append(
+                {size: value} | {n: peak_memory_mb(run, inputs=inputs[n]) for n, run in runs.items()}
+            )
         return self.sweep(title, rows)
 
     def ceilings(self):
@@ -413,6 +440,7 @@ class Report:
         nearest = next((r for r in reversed([*self.data["rows"], row]) if r["baseline"]), None)
         if nearest and nearest["tokens_per_s"] and row["tokens_per_s"]:
             row["speedup"] = row["tokens_per_s"] / nearest["tokens_per_s"]
+            row["speedup_is_noise"] = row is not nearest and words.overlap(row, nearest, "tokens_per_s")
         self.data["rows"].append(row)
         return row
 
@@ -517,11 +545,14 @@ class Report:
         parts.append(f"GPTlite {config['n_parameters'] / 1e6:.1f} M parameters, {config['checkpoint']}")
         parts.append(f"{config['device_name']} ({config['device']}, {config['threads']} threads)")
         shown = {"dtype": "", "batch_size": "batch ", "prompt_len": "prompt ", "n_tokens": "new tokens "}
+        shown |= {"n_requests": "requests ", "longest": "tokens of a request at most "}
         parts.append(", ".join(f"{label}{config[key]}" for key, label in shown.items() if key in config))
         parts.append(", ".join(f"{name} {version}" for name, version in config["versions"].items()))
         return "\n".join(parts)
 
     def table_cell(self, row, key):
+        if key == "speedup" and row.get("speedup_is_noise"):
+            return "equal"
         if key == "same_output" and row.get("approximate"):
             return "approximate"
         if key == "same_output" and row[key] is False and row.get("first_difference") is not None:

@@ -6,6 +6,7 @@ The options, the report and the cost model are in inference_report.py, training 
 """
 
 import contextlib
+import gc
 import io
 import math
 import os
@@ -13,6 +14,7 @@ import pickle
 import shlex
 import statistics
 import time
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -319,6 +321,8 @@ def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
         repeats for each step, and runs_ms, the steps of each run.
     """
     clocks = {method.name: [] for method in methods}
+    if len(clocks) < len(methods):
+        raise ValueError(f"two methods have one name: {[method.name for method in methods]}")
     outputs = {}
     for repeat in range(repeats + 1):
         for method in methods:
@@ -388,16 +392,53 @@ def median_ms(function, repeats=5, device=device):
 # ---- Memory ----
 
 
+FREED = "freed bytes: "  # name of a profiler's event
+
+
+def _record_freed(n_bytes):
+    with torch.profiler.record_function(f"{FREED}{n_bytes}"):
+        pass
+
+
+@contextlib.contextmanager
+def watch_live_storages():
+    """Inside, the end of every storage on the CPU that is there now becomes an event of the profiler.
+
+    The allocator reports only what was allocated under the profiler. A storage's Python object lives as long
+    as its memory, so a finaliser of that object tells. The garbage collector waits: what it frees, and when,
+    is an accident.
+    """
+    storages, collects = {}, gc.isenabled()
+    gc.disable()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            with contextlib.suppress(RuntimeError):  # packed weights and fake tensors have no storage
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage
+    watches = [weakref.finalize(one, _record_freed, one.nbytes()) for one in storages.values()]
+    storages.clear()
+    thing = storage = None
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.detach()
+        if collects:
+            gc.enable()
+
+
 def peak_memory_mb(run, *models, inputs=()):
     """Largest number of bytes held by tensors while run() runs, in MB of 10^6 bytes.
 
     Counted from a reset: what run() allocates on top of what was there, plus the weights of `models`
-    and the tensors in `inputs`; so what ran before, or other models that are loaded, do not count. On
-    CUDA the allocator's own peak; on the CPU the allocator's events, summed up in order.
+    and the tensors in `inputs`; so what ran before, or other models that are loaded, do not count, and
+    what run() frees of it makes room. On CUDA the allocator's own peak; on the CPU the allocator's events
+    in their order, and those of tensors from before, which it does not report, by watching their storages.
     """
     tensors = [*(p for model in models for p in model.parameters()), *inputs]
     device = tensors[0].device if tensors else torch.device("cpu")
     held = weight_bytes(*models) + sum(t.numel() * t.element_size() for t in inputs)
+    held += sum(getattr(model, "workspace_bytes", 0) for model in models)  # the pool of a recorded graph
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -407,12 +448,19 @@ def peak_memory_mb(run, *models, inputs=()):
         return (held + torch.cuda.max_memory_allocated(device) - before) / 1e6
     if device.type == "mps":
         return None  # no peak counter there, and a wrong figure is worse than none
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    with (
+        watch_live_storages(),
+        torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profiler,
+    ):
         run()
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    changes = []  # (time, bytes)
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+        elif event.name().startswith(FREED):
+            changes.append((event.start_ns(), -int(event.name().removeprefix(FREED))))
     now = peak = 0
     for _, n_bytes in sorted(changes, key=lambda change: change[0]):  # stable: order kept within a ns
         now += n_bytes
@@ -430,13 +478,13 @@ BYTES_PER_TOKEN = 30_000  # of activations, logits and cache of GPTlite in float
 
 def check_room(n_tokens, device=device):
     """Raises ValueError, before any work, for tokens side by side that cannot fit the memory that is free."""
-    needed, free = n_tokens * BYTES_PER_TOKEN, None
+    needed, free = n_tokens * BYTES_PER_TOKEN, 1e12  # where the system does not tell
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif Path("/proc/meminfo").is_file():
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
-    if needed > (free or 1e12):
+        free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), free)
+    if needed > free:
         raise ValueError(
             f"{n_tokens:,} tokens at once need about {needed / 1e9:,.0f} GB, {free / 1e9:.0f} are free: "
             "try a smaller batch or shorter prompts"
@@ -493,9 +541,18 @@ def loss_difference(losses, reference):
     return difference.mean().item(), se
 
 
+def loss_figures(losses, reference=None):
+    """Columns of a row from the losses [n_windows] of its model and, but for a baseline, of its baseline."""
+    figures = {"valid_loss": losses.mean().item()}
+    if reference is not None:
+        difference, se = loss_difference(losses, reference)
+        figures |= {"loss_difference": difference, "loss_difference_se": se}
+    return figures
+
+
 def first_of(output):
-    """The logits of a model's output, which may be a tuple that begins with them."""
-    return output[0] if isinstance(output, tuple) else output
+    """The logits of a model's output: itself, a tuple that begins with them, or what transformers returns."""
+    return output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
 
 
 def cache_tensors(cache):
@@ -515,6 +572,11 @@ TOLERANCE = {  # largest difference of logits that rounding explains, by type
     torch.float16: 5e-2,
     torch.bfloat16: 4e-1,
 }
+
+
+def tie_margin(dtype):
+    """How close two logits of this type are when rounding may decide between them."""
+    return max(1e-3, 2 * TOLERANCE[dtype])
 
 
 def largest_difference(a, b):
@@ -559,7 +621,7 @@ def first_wrong_choice(model, output, starts, prompt_len, margin):
     logits = model(output[:, :-1])  # [B, T + n - 1, V]
     logits = first_of(logits)[:, prompt_len - 1 :]  # [B, n, V]
     chosen = logits.gather(-1, output[:, prompt_len:, None])[..., 0]  # [B, n]
-    wrong = ~(logits.amax(dim=-1) - chosen <= margin)  # so written, a NaN is no success
+    wrong = ~(logits.amax(dim=-1) - chosen <= margin)  # a NaN is not within the margin, hence wrong
     wrong &= torch.arange(wrong.shape[1], device=wrong.device) >= starts[:, None]  # [B, n]
     return wrong.nonzero()[:, 1].min().item() if wrong.any() else None
 
@@ -594,6 +656,6 @@ def served_as_alone(model, outputs, requests, margin=0.0):
         if n_tokens > 0:
             logits = model(output[None, :-1])[0, T - 1 :]  # [n, V]
             chosen = logits.gather(-1, output[T:, None])[:, 0]  # [n]
-            if not (logits.amax(dim=-1) - chosen <= margin).all():  # so written, a NaN is no success
+            if not (logits.amax(dim=-1) - chosen <= margin).all():  # a NaN is not within the margin
                 return False
     return True

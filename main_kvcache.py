@@ -97,29 +97,20 @@ if __name__ == "__main__":
     parser.add_argument("--peers", action="store_true", help="add rows of transformers' generate")
     with harness.script(parser) as args:
         text = harness.load_text(args)
-        prompts = (
-            text.prompts(args.batch_size, args.prompt_len)
-            if args.prompt is None
-            else text.prompt(args.prompt)
-        )
-        T, n_new = prompts.shape[1], args.n_tokens
         plain, cached, static = harness.load_models(args, GPTlite, GPTlite_KVCache, GPTlite_StaticKVCache)
-        if args.peers and T + n_new > plain.seqlen + 1:  # the last token is not read
-            raise ValueError(f"--peers: OPT ends at the context: --n-tokens {plain.seqlen + 1 - T} at most")
-        report = harness.Report(args, "KV cache", plain, text=text, prompt_len=T)
-        peer = []
+        W, n_new = plain.seqlen, args.n_tokens
+        prompts = text.prompts(args.batch_size, min(args.prompt_len, W))  # [B, T]
+        if args.prompt is not None:
+            prompts = text.prompt(args.prompt)[:, -W:].expand(args.batch_size, -1)  # [B, T]
+        T, peers = prompts.shape[1], []
         if args.peers:
             from gptlite_opt import generate_opt, opt_from_gptlite
 
-            peer = [
-                Method(
-                    "transformers",
-                    generate_opt,
-                    opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0]),
-                    None,
-                    loss=False,
-                )
-            ]
+            if T + n_new > W + 1:  # the last token is not read
+                raise ValueError(f"--peers: OPT ends at the context, so --n-tokens {W + 1 - T} at most")
+            opt = opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0])
+            peers = [Method("transformers", generate_opt, opt, None, loss=False)]
+        report = harness.Report(args, "KV cache", plain, text=text, prompt_len=T)
         tables = {}
         for B in sorted({1, len(prompts)}):
             tables[B] = report.compare(
@@ -128,9 +119,9 @@ if __name__ == "__main__":
                 Method("no cache", generate, plain),
                 Method("dynamic", generate_kvcache, cached),
                 Method("static", generate_static, static, StaticKVCache(static, B)),
-                *peer,
+                *peers,
             )
-        tokens = report.measured["no cache, batch 1"].output[:, : plain.seqlen]  # [1, S]
+        tokens = report.measured["no cache, batch 1"].output[:, :W]  # [1, S]
         with torch.no_grad():
             report.check_close(
                 "logits with and without a cache", cached_logits(cached, tokens, T)[0], plain(tokens)
