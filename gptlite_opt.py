@@ -8,6 +8,7 @@ Source: Zhang et al., OPT: Open Pre-trained Transformer Language Models, 2022.
 """
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 POSITION_OFFSET = 2  # OPT's position p is row p + 2 of its table
 BLOCK_NAMES = {  # GPTlite's name: OPT's
@@ -100,3 +101,22 @@ def generate_opt(model, prompt, n_tokens, options=None):
     """
     how = {"max_new_tokens": n_tokens, "min_new_tokens": n_tokens, "do_sample": False}
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), **how | (options or {}))
+
+
+def generate_opt_padded(model, requests, batch_size, seqlen=None):
+    """transformers' greedy generate on groups of requests, padded on the left: static batching in other code.
+
+    Its own continuous batching does not run OPT (transformers 5.24). Args: as in static_batching, which see
+    for what comes back; seqlen is not used: prompt and answer must fit the context.
+    """
+    outputs, n_steps = [], 0
+    for start in range(0, len(requests), batch_size):
+        group = requests[start : start + batch_size]
+        n_new, prompts = max(n for _, n in group), [prompt for prompt, _ in group]
+        tokens = pad_sequence(prompts, True, 0, "left")  # [B, T]
+        seen = pad_sequence([torch.ones_like(prompt) for prompt in prompts], True, 0, "left")  # [B, T]
+        options = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False, "pad_token_id": 0}
+        rows, T = model.generate(tokens, attention_mask=seen, **options), tokens.shape[1]  # [B, T + n]
+        outputs += [row[T - len(q) : T + n] for row, (q, n) in zip(rows, group, strict=True)]
+        n_steps += n_new
+    return outputs, n_steps

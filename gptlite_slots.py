@@ -10,7 +10,6 @@ Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Gene
 """
 
 from collections import namedtuple
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +20,14 @@ from gptlite import Block, GPTlite, MultiHeadAttention
 # sequence, then the prompts of the newcomers. positions, slots [N]: place of each token in its text and in
 # the cache; last [B]: the row of each sequence's newest token; prompts: the rows of each newcomer, as slices;
 # n_running: tokens before the prompts; n_keys: the longest running text
-Step = namedtuple("Step", "positions slots last prompts n_running n_keys")
+SlotStep = namedtuple("SlotStep", "positions slots last prompts n_running n_keys")
 
 
 class MultiHeadAttention_Slots(MultiHeadAttention):
     """Attention of tokens of several sequences, side by side without padding, each over its own slot."""
 
     def forward(self, x, k, v, step, hidden):
-        """[N, E] -> [N, E]; writes into this layer's cache k, v [slots, H, W, D].
+        """[N, E] -> [N, E]; writes into this layer's cache k, v [slots, H, S, D].
 
         hidden: -inf where a running sequence has no key yet, else 0 [n_running, 1, 1, n_keys].
         """
@@ -49,7 +48,7 @@ class MultiHeadAttention_Slots(MultiHeadAttention):
 
 
 class Block_Slots(Block):
-    """Block that hands cache and step through."""
+    """A block that passes the cache and the step on to its attention."""
 
     mha_class = MultiHeadAttention_Slots
 
@@ -64,7 +63,7 @@ class GPTlite_Slots(GPTlite):
     block_class = Block_Slots
 
     def forward(self, tokens, step, k, v):
-        """Token ids [N] and the cache k, v [L, slots, H, W, D], written in place -> logits [B, V]."""
+        """Token ids [N] and the cache k, v [L, slots, H, S, D], written in place -> logits [B, V]."""
         x = self.token_embedding(tokens) + self.position_embedding(step.positions)  # [N, E]
         keys = torch.arange(step.n_keys, device=x.device)  # [n_keys]
         unseen = keys > step.positions[: step.n_running, None]  # [n_running, n_keys]
@@ -74,21 +73,10 @@ class GPTlite_Slots(GPTlite):
         return self.fc_out(self.ln(x[step.last]))  # [B, V]
 
 
-@dataclass
-class Sequence:
-    """A request in progress: its number, the token ids so far, and how many they will be."""
-
-    request: int
-    tokens: list
-    end: int
-
-    @property
-    def finished(self):
-        return len(self.tokens) >= self.end
-
-
 class SlotBatch:
     """The sequences that are being generated; sequence i keeps its keys and values in slot i.
+
+    A sequence is that of gptlite_paged.py, of which slots use the ids, their end, and no table of blocks.
 
     Args: model: GPTlite_Slots; n_slots: sequences at most; seqlen: tokens that a slot holds; refill: False
         holds finished sequences until all are finished, which makes it static batching.
@@ -100,7 +88,7 @@ class SlotBatch:
         mha, weight = model.blocks[0].mha, model.position_embedding.weight
         self.model, self.n_slots, self.seqlen, self.refill = model, n_slots, seqlen, refill
         shape = (len(model.blocks), n_slots, mha.n_heads, seqlen, mha.d_head)
-        self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # [L, slots, H, W, D]
+        self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # [L, slots, H, S, D]
         self.v = torch.zeros_like(self.k)
         self.running = []
 
@@ -115,20 +103,23 @@ class SlotBatch:
         Raises ValueError for more newcomers than n_free(), and for one that a slot cannot hold; after that,
         as after any other error, the batch is as it was before.
         """
-        n, W = len(self.running), self.seqlen
+        n, seqlen = len(self.running), self.seqlen
         if len(newcomers) > self.n_free():
             raise ValueError(f"{len(newcomers)} newcomers for {self.n_free()} free slots")
         for sequence in newcomers:
-            T, end = len(sequence.tokens), sequence.end
-            if not 1 <= T <= W or end > W + 1:
-                raise ValueError(f"{T} tokens that become {end}: a slot holds 1 to {W}, one more is not read")
-        tokens = [sequence.tokens[-1] for sequence in self.running]
-        positions = [min(len(sequence.tokens), W) - 1 for sequence in self.running]  # held ones may be past W
+            T, end = len(sequence.ids), sequence.end
+            if not 1 <= T <= seqlen or end > seqlen + 1:
+                raise ValueError(
+                    f"{T} tokens that become {end}: a slot holds 1 to {seqlen}, one more is not read"
+                )
+        tokens = [sequence.ids[-1] for sequence in self.running]
+        # held sequences may already be one token longer than a slot
+        positions = [min(len(sequence.ids), seqlen) - 1 for sequence in self.running]
         slots, prompts, n_keys = list(range(n)), [], max(positions, default=-1) + 1
         for slot, sequence in enumerate(newcomers, start=n):
-            T = len(sequence.tokens)
+            T = len(sequence.ids)
             prompts.append(slice(len(tokens), len(tokens) + T))
-            tokens += sequence.tokens
+            tokens += sequence.ids
             positions += range(T)
             slots += [slot] * T
         # nothing of a slot's last occupant may stay: masked keys weigh 0, but 0 * NaN would be NaN
@@ -136,7 +127,7 @@ class SlotBatch:
         self.v[:, n : n + len(prompts)] = 0
         tokens, positions, slots = torch.tensor([tokens, positions, slots], device=self.k.device)  # [N]
         last = [*range(n), *(rows.stop - 1 for rows in prompts)]
-        step = Step(positions, slots, torch.tensor(last, device=self.k.device), prompts, n, n_keys)
+        step = SlotStep(positions, slots, torch.tensor(last, device=self.k.device), prompts, n, n_keys)
         logits = self.model(tokens, step, self.k, self.v)  # [B, V]
         self.running += newcomers
         return logits
@@ -146,7 +137,7 @@ class SlotBatch:
         chosen = self.forward(newcomers).argmax(dim=-1).tolist()  # [B], the lowest id of tied ones
         for sequence, token in zip(self.running, chosen, strict=True):
             if not sequence.finished:
-                sequence.tokens.append(token)
+                sequence.ids.append(token)
         done = [slot for slot, sequence in enumerate(self.running) if sequence.finished]
         if not self.refill and len(done) < len(self.running):
             return []

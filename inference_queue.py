@@ -2,9 +2,8 @@
 
 draw_requests() draws what the options name. compare_queue() serves the same requests in several ways that
 take the form function(model, requests, batch_size, seqlen) -> (outputs, n_steps); slot_steps() counts the
-steps in which such a way gives each request its tokens. For schedulers (inference_serving.py): step_times()
-takes the time of whole scheduler steps, alternate() runs several of them in turn, and waiting_figures()
-makes the figures of a row from the times that requests waited.
+steps in which such a way gives each request its tokens. waiting_figures() makes the figures of a row from the
+times that requests waited (for schedulers inference_clock.py takes them).
 """
 
 import heapq
@@ -16,8 +15,8 @@ import torch
 
 from inference_utils import (
     TOLERANCE,
-    Timer,
     cache_tensors,
+    check_room,
     measure,
     peak_memory_mb,
     percentile,
@@ -62,10 +61,14 @@ def make_requests(data, n_requests, seqlen, generator=None):
 def draw_requests(args, text, seqlen):
     """The requests of --n-requests, --longest and --seed, on the device, the same at every call.
 
-    Args: text: of load_text(); seqlen: the model's context. Raises ValueError for requests beyond it.
+    Args: text: of load_text(); seqlen: the model's context. Raises ValueError for requests beyond it, for
+        more than a million, and for a batch of them that does not fit the memory that is free.
     """
     if args.longest > seqlen:
         raise ValueError(f"--longest {args.longest}: the context holds {seqlen} tokens")
+    if args.n_requests > 1_000_000:
+        raise ValueError(f"--n-requests {args.n_requests}: at most a million")
+    check_room(min(args.batch_size, args.n_requests) * args.longest, args.device)
     generator = torch.Generator().manual_seed(args.seed)
     return make_requests(text.valid.to(args.device), args.n_requests, args.longest, generator)
 
@@ -95,6 +98,17 @@ def slot_steps(lengths, n_slots, refill=True):
         heapq.heappush(free_at, begin + n_tokens)
         steps.append(range(begin, begin + n_tokens))
     return steps
+
+
+def step_ratio(lengths, n_slots):
+    """How many times the steps of continuous batching static batching takes for these answers."""
+    static, continuous = (slot_steps(lengths, n_slots, refill) for refill in (False, True))
+    return max(run.stop for run in static) / max(run.stop for run in continuous)
+
+
+def slots_in_use(steps):
+    """How many requests receive a token in each step, from what slot_steps() gives."""
+    return [sum(i in run for run in steps) for i in range(max(run.stop for run in steps))]
 
 
 # ---- Serving it in several ways ----
@@ -163,37 +177,6 @@ def queue_figures(steps, runs_ms):
         "answer_s": percentile(answers, 50),
         "answer_p90_s": percentile(answers, 90),
     }
-
-
-# ---- Schedulers ----
-
-
-def step_times(scheduler, device):
-    """The time in ms of every step() of a scheduler from now on, as a list that grows.
-
-    What a step does before and after its forward is part of it: admission, look-ups, eviction, loading.
-    """
-    step, times = scheduler.step, []
-
-    def timed_step():
-        with Timer(device) as timer:
-            finished = step()
-        times.append(timer.ms)
-        return finished
-
-    scheduler.step = timed_step
-    return times
-
-
-def alternate(functions, repeats):
-    """Calls each of {name: function} in turn, repeats times, after a warm-up: {name: [what each call gave]}."""
-    results = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            result = function()
-            if repeat > 0:
-                results[name].append(result)
-    return results
 
 
 def waiting_figures(ttft_runs, gap_runs):

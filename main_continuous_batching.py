@@ -1,23 +1,31 @@
 """Continuous batching: a sequence that is finished leaves at once, and the next request takes its slot.
 
 Static batching waits for the longest answer of a group. Here the batch is put together anew at every step,
-so all slots generate useful tokens as long as requests wait. The second half is the form that serving
+so all slots generate useful tokens as long as requests wait. The second function is the form that serving
 engines have: each slot holds the KV cache of its sequence, and one forward computes the prompts of newcomers
-and one token of all the others. Exact: every request gets the tokens it would get alone.
+and one token of all the others.
 
-Run: python main_continuous_batching.py            (--peer adds transformers' generate on padded batches)
+Exact: every request gets the tokens it would get alone. Wins E[longest of a group] / E[length] of static
+batching's steps on a long queue (1.7 times for answers of 16 to 192 tokens in 8 slots), and time to the first
+token, since nobody waits for a group. Gains nothing with one slot, equal lengths, or a queue that is shorter
+than the slots; loses at the end of a queue, where slots stay empty, and a step that computes a newcomer's
+prompt takes longer for all others (main_chunked_prefill.py). A slot holds a whole context, used or not
+(main_paged_attention.py). In more/serving.py the requests arrive over time.
+
+Run: python main_continuous_batching.py            (--peers adds transformers' generate on padded batches)
 
 Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022
-(iteration-level scheduling, selective batching). As in the paper a slot holds a whole context, and a prompt
-is computed in one piece. main_serving.py lets the requests arrive over time.
+(iteration-level scheduling, selective batching; as there, a prompt is computed in one piece).
 """
 
 from collections import deque
 
 import torch
 
-from gptlite_slots import Sequence, SlotBatch
-from main_static_batching import next_tokens, refusals
+from gptlite_paged import Sequence
+from gptlite_slots import SlotBatch
+from inference_serving import refusals
+from main_static_batching import next_tokens
 
 
 @torch.no_grad()
@@ -47,8 +55,8 @@ def continuous_batching_kvcache(model, requests, batch_size, seqlen, refill=True
     """continuous_batching with a KV cache: the same outputs and steps, one computed token for each new one.
 
     Args: model: GPTlite_Slots; refill: False is static batching, its slots refilled when all are finished.
-        The cache cannot slide, so prompt and answer must fit: a request of more than seqlen + 1 tokens
-        (the last is never read) is refused alone.
+    Returns: as continuous_batching. The cache cannot slide, so prompt and answer must fit: a request of more
+        than seqlen + 1 tokens (the last is never read) is refused alone.
     """
     refused = refusals(requests, batch_size, max_tokens=seqlen + 1)
     outputs = [refusal or prompt for refusal, (prompt, _) in zip(refused, requests, strict=True)]
@@ -61,7 +69,7 @@ def continuous_batching_kvcache(model, requests, batch_size, seqlen, refill=True
     while waiting or batch.running:
         newcomers = [waiting.popleft() for _ in range(min(batch.n_free(), len(waiting)))]
         for sequence in batch.step(newcomers):
-            outputs[sequence.request] = outputs[sequence.request].new_tensor(sequence.tokens)  # [T + n]
+            outputs[sequence.request] = outputs[sequence.request].new_tensor(sequence.ids)  # [T + n]
         n_steps += 1
     return outputs, n_steps
 
@@ -69,165 +77,64 @@ def continuous_batching_kvcache(model, requests, batch_size, seqlen, refill=True
 if __name__ == "__main__":
     from functools import partial
 
-    from torch.nn.utils.rnn import pad_sequence
-
-    import inference_report as rep
-    import inference_utils as utils
-    from data.shakespeare import get_shakespeare_data
-    from gptlite import GPTlite, get_gptlite_model_parameters
+    import inference_queue as queueing
+    import inference_report as harness
+    import inference_words as words
+    from gptlite import GPTlite
     from gptlite_slots import GPTlite_Slots
+    from inference_queue import Way
+    from inference_utils import parameters_of
+    from linear_packed import pack_linears
     from main_kvcache import generate
-    from main_static_batching import expected_longest, make_requests, static_batching
 
-    parser = rep.options(__doc__, repeats=2)
-    parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="slots of the batch")
-    parser.add_argument("--n-requests", type=rep.positive_int, help="long requests (default: 64)")
-    parser.add_argument("--longest", type=rep.positive_int, help="most tokens of one (default: the context)")
-    parser.add_argument("--peer", action="store_true", help="add a row of transformers' generate")
-    with rep.script(parser) as args:
-        p, dev, quick, B = get_gptlite_model_parameters(), args.device, args.quick, args.batch_size
-        W = p.seqlen
-        longest, n_requests = (
-            args.longest or (32 if quick else W),
-            args.n_requests or (2 * B if quick else 64),
-        )
-        if longest > W:
-            raise ValueError(f"--longest {longest}: a slot holds {W} tokens")
-        vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
-        model, cached = [
-            utils.load_model(c, vocab_size, args.checkpoint).to(dev, args.dtype)
-            for c in (GPTlite, GPTlite_Slots)
-        ]
-        config = {"batch_size": B, "n_requests": n_requests, "longest_request": longest}
-        columns = {"n_steps": ("steps", "{}"), "slot_utilisation": ("useful", "{:.0%}")}
-        report = rep.Report(args, "continuous batching", model, columns, **config)
+    sizes = {"batch_size": 8, "n_requests": 64, "longest": 64}
+    parser = harness.options(__doc__, repeats=2, quick={"n_requests": 12, "longest": 16}, **sizes)
+    parser.add_argument("--peers", action="store_true", help="add a row of transformers' generate")
+    with harness.script(parser) as args:
+        text, B = harness.load_text(args), args.batch_size
+        plain, slots = harness.load_models(args, GPTlite, GPTlite_Slots)
+        requests = queueing.draw_requests(args, text, plain.seqlen)
+        lengths = [n for _, n in requests]
+        report = harness.Report(args, "continuous batching", plain, queueing.COLUMNS, text=text)
 
         def one_at_a_time(model, requests, _batch_size, seqlen):
-            outputs = [generate(model, prompt[None], n, seqlen)[0] for prompt, n in requests]
-            return outputs, sum(n for _, n in requests)
+            return [generate(model, prompt[None], n, seqlen)[0] for prompt, n in requests], sum(lengths)
 
-        def padded_generate(opt, requests, batch_size, _seqlen):
-            """transformers' batches, padded on the left; its continuous batching does not run OPT (5.24)."""
-            outputs, n_steps = [], 0
-            for start in range(0, len(requests), batch_size):
-                group = requests[start : start + batch_size]
-                n_new, ids = max(n for _, n in group), [prompt for prompt, _ in group]
-                tokens = pad_sequence(ids, True, 0, "left")  # [B, T]
-                seen = pad_sequence([torch.ones_like(prompt) for prompt in ids], True, 0, "left")  # [B, T]
-                how = {"attention_mask": seen, "do_sample": False, "pad_token_id": 0}
-                rows, T = opt.generate(tokens, max_new_tokens=n_new, **how), tokens.shape[1]  # [B, T + n]
-                outputs += [row[T - len(q) : T + n] for row, (q, n) in zip(rows, group, strict=True)]
-                n_steps += n_new
-            return outputs, n_steps
+        cache, serve = SlotBatch(slots, B, plain.seqlen), continuous_batching_kvcache
+        ways = [
+            Way("one at a time", one_at_a_time, plain, 1),
+            Way("continuous", continuous_batching, plain, B),
+            Way("one at a time, KV cache", serve, slots, 1, buffers=cache),
+            Way("static, KV cache", partial(serve, refill=False), slots, B, False, cache),
+            Way("continuous, KV cache", serve, slots, B, True, cache),
+        ]
+        if args.peers:
+            from gptlite_opt import generate_opt_padded, opt_from_gptlite
 
-        def compare(label, requests, n_alone, forms):
-            """Adds a row a form, first the baseline on n_alone of the requests; returns what was measured."""
-            jobs = {"one at a time": (one_at_a_time, model, requests[:n_alone])}
-            jobs |= {name: (serve, m, requests) for name, (serve, m) in forms.items()}
-            methods = [utils.Method(name, partial(f, m, r, B, W), [m]) for name, (f, m, r) in jobs.items()]
-            n_tokens = [sum(n for _, n in r) for _, _, r in jobs.values()]
-            results = utils.measure(methods[:1], n_tokens[0], args.repeats)
-            results |= utils.measure(methods[1:], n_tokens[1], args.repeats)
-            for (name, (serve, m, served)), total in zip(jobs.items(), n_tokens, strict=True):
-                outputs, n_steps = results[name].output
-                same = utils.served_as_alone(
-                    model, outputs, served, max(1e-3, 2 * utils.TOLERANCE[args.dtype])
-                )
-                report.check(f"{name}, {label}: each request gets the tokens it gets alone", same)
-                # the heaviest step: all slots full, with prompts if there is a cache, else with whole texts
-                heavy = sorted((len(q) + (0 if m is cached else n - 1) for q, n in served), reverse=True)[:B]
-                heavy = partial(serve, m, [(served[0][0].new_zeros(T), 1) for T in heavy], B, W)
-                report.row(
-                    f"{name}, {label}",
-                    results[name],
-                    baseline=serve is one_at_a_time,
-                    peak_memory_mb=None if serve is padded_generate else utils.peak_memory_mb(heavy, m),
-                    kv_bytes_per_token=kv_bytes if m is cached else None,
-                    same_output=same,
-                    n_steps=n_steps,
-                    slot_utilisation=total / n_steps / (1 if serve is one_at_a_time else B),
-                )
-            return results
+            opt = pack_linears(opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0]))
+            ways.append(Way("transformers, padded", generate_opt_padded, opt, B, False))
+        rows = queueing.compare_queue(report, plain, requests, ways)
+        _, _, alone, static, ours = (rows[way.name] for way in ways[:5])
 
-        buffers = SlotBatch(cached, B, W)
-        kv_bytes = utils.cache_bytes_per_token([buffers.k, buffers.v], W, B)
-        forms = {
-            "static, KV cache": (partial(continuous_batching_kvcache, refill=False), cached),
-            "continuous, KV cache": (continuous_batching_kvcache, cached),
-        }
-        if args.peer:
-            from gptlite_opt import opt_from_gptlite
+        # Steps do not depend on the model: here they are counted on a queue whose end does not matter
+        drawn = torch.Generator().manual_seed(args.seed)
+        queue = [n for _, n in queueing.make_requests(text.valid, 60 * B, 64, drawn)]
+        counted, here = queueing.step_ratio(queue, B), static["n_steps"] / ours["n_steps"]
+        predicted = queueing.expected_longest(queue, B) * len(queue) / sum(queue)
+        name = f"static batching takes {counted:.2f} times the steps on {len(queue)} requests"
+        report.check(f"{name} ({predicted:.2f} predicted)", abs(counted / predicted - 1) <= 0.1)
 
-            forms["transformers, padded"] = (padded_generate, opt_from_gptlite(model))
-        # without a cache every step computes whole texts: those forms get fewer and shorter requests
-        without_cache = {"static": (static_batching, model), "continuous": (continuous_batching, model)}
-        draw = partial(make_requests, valid_data.to(dev), generator=torch.Generator().manual_seed(args.seed))
-        short, long = draw(3 * B, max(longest // 4, 2)), draw(n_requests, longest)
-        compare("short", short, len(short), without_cache | forms)
-        results = compare("long", long, 2, forms)
-
-        # Steps do not depend on the model: a stand-in counts them on a queue so long that its end is nothing
-        def slots_in_use(serve, requests):
-            in_use = []
-            stand_in = lambda x: in_use.append(len(x)) or x.new_zeros(*x.shape, 2)  # noqa: E731
-            serve(stand_in, requests, B, W)
-            return in_use
-
-        def step_ratio(requests):
-            static, continuous = (slots_in_use(f, requests) for f in (static_batching, continuous_batching))
-            return len(static) / len(continuous)
-
-        queue = draw(60 * B, 64)
-        lengths = [n for _, n in queue]
-        predicted = expected_longest(lengths, B) * len(lengths) / sum(lengths)
-        counted, here = step_ratio(queue), step_ratio(long)
-        name = (
-            f"static takes {counted:.2f} times the steps on {len(queue)} requests ({predicted:.2f} predicted)"
-        )
-        report.check(name, abs(counted / predicted - 1) <= 0.1)
-
-        alone, static, ours = (results[name] for name in ("one at a time", *list(forms)[:2]))
-        n_alone, n_long = (sum(n for _, n in requests) for requests in (long[:2], long))
-        context = sum(len(q) + n / 2 for q, n in long) / n_requests
-        report.why(
-            f"Static batching waits for the longest of {B} answers: E[longest of {B}] / E[length] = "
-            f"{predicted:.2f} times the steps. Counted {counted:.2f} on a long queue, {here:.2f} on these "
-            f"{n_requests} requests, whose end leaves slots empty. One slot or equal lengths gain nothing."
-        )
-        if None in (ours.tpot_ms, static.tpot_ms):  # one step did it all
-            steps = "steps; with so few of them there is no time from step to step to compare."
-        else:
-            steps = (
-                f"steps of {ours.tpot_ms:.1f} against {static.tpot_ms:.1f} ms. With a prompt in it a step "
-                f"takes longer (p99 {ours.tpot_p99_ms:.1f} ms), and every sequence waits."
-            )
-        report.why(
-            f"With a cache: {ours.tokens_per_s / static.tokens_per_s:.2f} times the tokens/s of static, with "
-            f"{here:.2f} times fewer {steps}"
-        )
-        report.why(
-            f"One at a time computes {alone.forward_tokens / n_alone:.0f} tokens for a new one; slots do "
-            f"{ours.forward_tokens / n_long:.2f}, and read the weights once for up to {B}: "
-            f"{ours.tokens_per_s / alone.tokens_per_s:.1f} times the tokens/s."
-        )
-        cost = rep.forward_cost(p, vocab_size, B, 1, int(context), args.dtype)
-        bound = rep.lower_bound_ms(cost, rep.measure_ceilings(dev, args.dtype))
-        report.why(
-            f"A step of {B} texts of {context:.0f} tokens computes {cost.flops / 1e9:.2f} GFLOP and reads "
-            f"{cost.n_bytes / 1e6:.0f} MB: {bound:.1f} ms at least, {rep.share_of(bound, ours.tpot_ms)} of "
-            f"what it takes. The slots reserve {B * W * kv_bytes / 1e6:.0f} MB, {context / W:.0%} of it used."
-        )
-        if args.plot:
-            figure, axes = rep.new_figure()
-            groups = [[n for _, n in long[start : start + B]] for start in range(0, n_requests, B)]
-            static = [sum(n > i for n in group) for group in groups for i in range(max(group))]
-            for name, in_use in (("static", static), ("continuous", slots_in_use(continuous_batching, long))):
-                axes.step(range(len(in_use)), in_use, label=name, linewidth=1)
-            axes.set(
-                xlabel="step",
-                ylabel="slots that generate useful tokens",
-                title=f"{n_requests} requests, {B} slots",
-            )
-            axes.legend()
-            rep.save_figure(figure, args.plot)
+        report.why(words.compare(ours, static, "tokens_per_s") + words.compare(ours, static, "ttft_ms"))
+        figures = f"static batching takes {here:.2f} times the steps ({counted:.2f} on a long queue)"
+        useful, idle = f"Refilled slots stay useful: {figures}.", f"Refilling saves no step here: {figures}."
+        report.why(words.choose(here, (1.001, useful), idle))
+        report.why(words.compare(ours, alone, "tokens_per_s") + words.compare(ours, static, "tpot_ms"))
+        n_past = int(sum(len(prompt) + n / 2 for prompt, n in requests) / len(requests))
+        cost = harness.forward_cost(parameters_of(plain), text.vocab_size, B, 1, n_past, args.dtype)
+        report.why_step({ours["method"]: cost}, rows)
+        steps = {way.name: queueing.slot_steps(lengths, B, way.refill) for way in ways[3:5]}
+        in_use = {name: queueing.slots_in_use(runs) for name, runs in steps.items()}
+        lines = {name: (range(len(used)), used) for name, used in in_use.items()}
+        title = f"{len(requests)} requests, {B} slots"
+        report.plot_lines(lines, "step", "slots that generate useful tokens", title)
         report.finish()

@@ -2,25 +2,20 @@
 
 import inspect
 import itertools
+import runpy
+import sys
 
 import pytest
 import torch
-from helpers import assert_close, random_tokens, run_script, tiny_model
+from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptlite import GPTlite, scaled_dot_product_attention
+from inference_serving import refusals
 from inference_utils import served_as_alone
 from main_kvcache import generate
-from main_static_batching import (
-    expected_longest,
-    latencies,
-    make_requests,
-    next_tokens,
-    refusals,
-    static_batching,
-    step_shapes,
-)
+from main_static_batching import next_tokens, static_batching
 
 CONTEXT = 16
 
@@ -136,51 +131,6 @@ def test_nothing_to_do():
     assert [len(output) for output in outputs] == [3, 2] and n_steps == 0 and not model.shapes
 
 
-def test_requests_fit_and_repeat():
-    data = torch.arange(1000) % 16
-    draw = [make_requests(data, 200, 64, torch.Generator().manual_seed(3)) for _ in range(2)]
-    for (prompt, n_tokens), (again, n_again) in zip(*draw, strict=True):
-        assert torch.equal(prompt, again) and n_tokens == n_again
-        assert 4 <= len(prompt) <= 16 and 4 <= n_tokens <= 48
-        assert (prompt.diff() % 16 == 1).all()  # cut from the data in one piece
-    assert {n for _, n in draw[0]} >= {4, 48} or len({n for _, n in draw[0]}) > 35
-    for seqlen in range(2, 20):
-        drawn = make_requests(data, 40, seqlen)
-        assert all(len(q) >= 1 and n >= 1 and len(q) + n <= seqlen for q, n in drawn)
-    for seqlen in (1, 0, -3):
-        with pytest.raises(ValueError, match="at least 2"):
-            make_requests(data, 3, seqlen)
-    assert len(make_requests(data[:16], 3, 64)) == 3
-    with pytest.raises(ValueError, match="too short"):
-        make_requests(data[:15], 3, 64)
-
-
-@settings(max_examples=15)
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=9),
-    st.integers(1, 4),
-)
-def test_shapes_and_latencies_are_known_beforehand(sizes, batch_size):
-    model, requests = Recorder(), requests_of(sizes)
-    _, n_steps = static_batching(model, requests, batch_size, CONTEXT)
-    assert step_shapes(requests, batch_size) == model.shapes and len(model.shapes) == n_steps
-    done = latencies(requests, batch_size, [1] * n_steps)  # a step takes 1: the number of steps until then
-    for i, when in enumerate(done):
-        ends = [max(n for _, n in sizes[g : g + batch_size]) for g in range(0, len(sizes), batch_size)]
-        assert when == sum(ends[: i // batch_size + 1])
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 7))
-def test_expected_longest_against_all_draws(lengths, n_drawn):
-    draws = list(itertools.combinations(lengths, min(n_drawn, len(lengths))))
-    assert expected_longest(lengths, n_drawn) == pytest.approx(sum(map(max, draws)) / len(draws))
-
-
-def test_expected_longest_of_uniform_lengths():
-    """a + (b - a) B / (B + 1) of a uniform distribution on a to b."""
-    assert expected_longest(range(16, 193), 8) == pytest.approx(16 + 176 * 8 / 9, rel=0.01)
-
-
 def test_served_as_alone_sees_a_wrong_token():
     model, requests = tiny_model(GPTlite), requests_of([(3, 5), (2, 0), (4, 1)])
     outputs = alone(model, requests)
@@ -193,43 +143,67 @@ def test_served_as_alone_sees_a_wrong_token():
     assert not served_as_alone(lambda x: model(x) * float("nan"), outputs, requests)
 
 
-def test_names_and_signatures_of_the_post():
+@pytest.mark.parametrize("seqlen", [0, -3])
+def test_a_context_without_tokens_is_refused(seqlen):
+    """sequence[-0:] would be all tokens, not none."""
+    model, requests = tiny_model(GPTlite), requests_of([(3, 2)])
+    with pytest.raises(ValueError, match=f"seqlen is {seqlen}"):
+        next_tokens(model, [requests[0][0]], seqlen)
+    with pytest.raises(ValueError, match=f"seqlen is {seqlen}"):
+        static_batching(model, requests, 1, seqlen)
+
+
+def test_names_and_contracts_of_the_post():
+    """As the post calls them: 1-D tensors in, [B] out; (prompt, n_tokens) in, (outputs, n_steps) out."""
     for function, names in (
         (next_tokens, ["model", "sequences", "seqlen"]),
-        (make_requests, ["data", "n_requests", "seqlen"]),
         (static_batching, ["model", "requests", "batch_size", "seqlen"]),
     ):
         parameters = inspect.signature(function).parameters
         assert list(parameters)[: len(names)] == names
         assert all(p.default is not p.empty for p in list(parameters.values())[len(names) :])
+    model, requests = tiny_model(GPTlite), requests_of([(3, 4), (5, 2), (1, 6)])
+    tokens = next_tokens(model, [prompt for prompt, _ in requests], CONTEXT)
+    assert tokens.shape == (3,) and tokens.dtype == torch.int64
+    outputs, n_steps = static_batching(model, requests, 2, CONTEXT)
+    assert isinstance(n_steps, int) and n_steps == 4 + 6
+    assert [output.shape for output in outputs] == [(len(prompt) + n,) for prompt, n in requests]
 
 
-def test_script(checkpoint, tmp_path):
+def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "batches.png"
-    options = ("--quick", "--repeats", "1", "--json", "-", "--plot", figure)
-    run = run_script("main_static_batching.py", *options, checkpoint=checkpoint)
+    options = ("--quick", "--json", "-", "--plot", figure)
+    run = run_script("main_static_batching.py", *options, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     report = run.json
-    assert report["checks"] and all(report["checks"].values()) and len(report["why"]) >= 3
+    assert all(report["checks"].values()) and 3 <= len(report["why"]) <= 4
+    assert any("forward tokens, as counted" in name for name in report["checks"])
     single, *batches = report["rows"]
     assert single["baseline"] and single["slot_utilisation"] == 1 and len(batches) >= 2
     for fewer, more in itertools.pairwise(report["rows"]):
         assert fewer["n_steps"] > more["n_steps"] and fewer["forward_tokens"] <= more["forward_tokens"]
         assert fewer["slot_utilisation"] >= more["slot_utilisation"] > 0
+        assert fewer["predicted_useful"] > more["predicted_useful"]
         assert fewer["peak_memory_mb"] < more["peak_memory_mb"]
-        assert more["latency_p50_ms"] <= more["latency_p99_ms"]
+        assert more["answer_s"] <= more["answer_p90_s"]
     assert figure.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("script", ["main_static_batching.py", "main_continuous_batching.py"])
 @pytest.mark.parametrize(
-    "script", ["main_static_batching.py", "main_continuous_batching.py", "main_serving.py"]
+    ("options", "message"),
+    [
+        (("--longest", "1", "--n-requests", "4"), "at least 2"),
+        (("--longest", "500"), "256"),
+        (("--n-requests", "99999999"), "at most a million"),
+    ],
+    ids=["one token", "past the context", "too many"],
 )
-def test_scripts_refuse_requests_of_one_token(checkpoint, script):
-    run = run_script(script, "--quick", "--longest", "1", "--n-requests", "4", checkpoint=checkpoint)
-    assert run.status == 2 and "checks:" not in run.stdout
-    assert len(run.stderr.splitlines()) == 1 and "at least 2" in run.stderr
-
-
-def test_script_refuses_requests_past_the_context(checkpoint):
-    run = run_script("main_static_batching.py", "--quick", "--longest", "500", checkpoint=checkpoint)
-    assert run.status == 2 and len(run.stderr.splitlines()) == 1 and "256" in run.stderr
+def test_scripts_refuse_requests(script, options, message, monkeypatch, capsys, distilled_checkpoint):
+    argv = [script, "--quick", "--checkpoint", str(distilled_checkpoint), *options]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    out, error = capsys.readouterr()
+    assert end.value.code == 2 and "checks:" not in out
+    assert len(error.splitlines()) == 1 and message in error
