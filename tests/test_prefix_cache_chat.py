@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlite import GPTlite
-from gptlite_kvcache import GPTlite_KVCache
+from gptlite_kvcache import GPTlite_KVCache, cache_bytes, cache_length, cut_cache, expand_cache
 from inference_utils import StepClock
+from linear_packed import pack_linears
 from main_kvcache import generate, generate_kvcache
-from main_prefix_cache import cache_bytes, cache_length, compute_prefix_cache, cut_cache, expand_cache
-from main_prefix_cache_chat import PrefixStore, generate_with_store
+from main_prefix_cache import compute_prefix_cache
+from prefix_cache_chat import PrefixStore, chats_in_turns, generate_with_store
 
 CONTEXT = 16
 BYTES = 2 * 2 * 2 * 16 * 8  # of a token: layers, k and v, heads, head size, float64
@@ -137,6 +138,18 @@ def test_new_weights_find_nothing_of_the_old(change):
         assert found == n_hit and torch.equal(tokens, generate_kvcache(model, prompt, 3, CONTEXT))
 
 
+def test_new_weights_of_packed_layers_find_nothing_of_the_old():
+    """Packed weights have no address: the store must see that they are others all the same."""
+    model, other = (
+        pack_linears(tiny_model(GPTlite_KVCache, seed=seed, dtype=torch.float32)) for seed in (0, 1)
+    )
+    prompt, store = random_tokens(1, 7), PrefixStore(10**9)
+    assert [generate_with_store(model, store, prompt, 3, CONTEXT)[1] for _ in range(2)] == [0, 6]
+    model.load_state_dict(other.state_dict())
+    tokens, found = generate_with_store(model, store, prompt, 3, CONTEXT)
+    assert found == 0 and torch.equal(tokens, generate_kvcache(other, prompt, 3, CONTEXT))
+
+
 def test_another_model_finds_nothing():
     """Case LO-2: none, A, B, A through one store; each output is that of its own cold run."""
     prompt, store = random_tokens(1, 7), store_of([1, 2, 3])
@@ -202,6 +215,21 @@ def test_chats_in_turns_equal_chats_without_reuse(n_chats, n_tokens, seed, small
                 assert n_hit >= prompt.shape[1] - 3
 
 
+@given(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2), st.booleans(), st.integers(0, 99))
+def test_chats_go_on_from_what_was_said(n_chats, n_turns, n_tokens, keep, seed):
+    """Each prompt is the chat so far and its next message; answers are those without any cache."""
+    model, store, system = tiny_model(GPTlite_KVCache), PrefixStore(10**9), random_tokens(1, 4, seed)
+    messages = random_tokens(n_chats, n_turns * 2, seed + 1).unflatten(1, (n_turns, 2))
+    history = [system] * n_chats
+    turns = chats_in_turns(model, store, system, messages, n_tokens, CONTEXT, keep)
+    for number, (tokens, n_hit, prompt) in enumerate(turns):
+        turn, i = divmod(number, n_chats)
+        assert torch.equal(prompt, torch.cat([history[i], messages[i : i + 1, turn]], dim=1))
+        history[i] = generate(tiny_model(GPTlite), prompt, n_tokens, CONTEXT)
+        assert torch.equal(tokens, history[i]) and (keep or n_hit == 0)
+    assert number + 1 == n_chats * n_turns and bool(store.entries) == keep
+
+
 def test_what_exceeds_the_context_and_an_empty_prompt_are_refused():
     model = tiny_model(GPTlite_KVCache)
     with pytest.raises(ValueError, match="more than the context of 16"):
@@ -210,9 +238,9 @@ def test_what_exceeds_the_context_and_an_empty_prompt_are_refused():
         generate_with_store(model, PrefixStore(10**6), random_tokens(1, 5)[:, :0], 4, CONTEXT)
 
 
-def test_script(checkpoint):
-    options = ["--quick", "--repeats", "1", "--json", "-"]
-    run = run_script("main_prefix_cache_chat.py", *options, checkpoint=checkpoint)
+def test_script(distilled_checkpoint):
+    options = ["--quick", "--repeats", "2", "--json", "-"]
+    run = run_script("more/prefix_cache_chat.py", *options, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr
     assert run.json["checks"] and all(run.json["checks"].values())
     rows = {row["method"]: row for row in run.json["rows"]}
@@ -224,3 +252,14 @@ def test_script(checkpoint):
     assert computed == sorted(set(computed), reverse=True)
     half = rows["history, half the room"]
     assert half["n_evicted"] > 0 and half["stored_mb"] < chats[-1]["stored_mb"]
+    for row in rows.values():  # two runs of each, in alternation: a median and a spread
+        low, high = row["tokens_per_s_spread"]
+        assert low <= row["tokens_per_s"] <= high and row["ttft_ms_spread"]
+
+
+def test_one_turn_and_too_many_turns(distilled_checkpoint):
+    script, options = "more/prefix_cache_chat.py", ["--quick", "--json", "-", "--n-turns"]
+    run = run_script(script, *options, "1", "--n-chats", "1", checkpoint=distilled_checkpoint)
+    assert run.status == 0, run.stderr
+    run = run_script(script, *options, "40", checkpoint=distilled_checkpoint)
+    assert run.status == 2 and "more than the context of 256" in run.stderr and run.stdout == ""
