@@ -34,6 +34,20 @@ def count(text):
     return value
 
 
+def positive(text):
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def share(text):
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
+    return value
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Adds the default to an option's help where there is one to tell, and calls a number N."""
 
@@ -120,14 +134,27 @@ def options(
     return parser
 
 
+def given_options(parser, argv=None):
+    """{name: value} of the options that argv gives itself: parsed once more, without any default."""
+    defaults = parser._defaults, [action.default for action in parser._actions]
+    try:
+        parser._defaults = {}
+        for action in parser._actions:
+            action.default = argparse.SUPPRESS
+        return vars(parser.parse_args(argv))
+    finally:
+        parser._defaults = defaults[0]
+        for action, default in zip(parser._actions, defaults[1], strict=True):
+            action.default = default
+
+
 def parse(parser, argv=None):
     """The options: those given, else with --quick those of a quick run, else the defaults.
 
-    args.given has the names and values of the options that differ from the defaults.
+    args.given has the names and values of the options that were given, those that repeat a default as well.
     """
     args = parser.parse_args(argv)
-    defaults = {action.dest: action.default for action in parser._actions}
-    args.given = {key: value for key, value in vars(args).items() if value != defaults.get(key, value)}
+    args.given = given_options(parser, argv)
     if args.quick:
         for key, value in getattr(parser, "quick_defaults", {}).items():
             if key not in args.given:

@@ -25,7 +25,7 @@ def save_figure(figure, path):
     write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150, format=form))
 
 
-def draw_lines(axes, lines, xlabel, ylabel, title="", log="", ticks=None):
+def draw_lines(axes, lines, xlabel, ylabel, title="", log=""):
     """Draws {label: (x values, y values)}; log: the axes that are logarithmic, "", "x", "y" or "xy"."""
     for label, (x, y) in lines.items():
         points = [(a, b) for a, b in zip(x, y, strict=True) if b is not None]
@@ -36,20 +36,37 @@ def draw_lines(axes, lines, xlabel, ylabel, title="", log="", ticks=None):
         axes.set_xscale("log", base=2)
     if "y" in log:
         axes.set_yscale("log")
-    if ticks is not None:
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
-        axes.tick_params(axis="x", which="minor", labelbottom=False)
-    if len(lines) > 1:
+    if len(axes.lines) > 1:
         axes.legend(fontsize=8)
     return axes
 
 
+# places of a label beside its dot, the best first: points to the right, points up, side of the text at them
+LABEL_PLACES = [
+    (6 * side, y, {1: "left", -1: "right"}[side]) for y in (0, 9, -9, 18, -18) for side in (1, -1)
+]
+
+
 def draw_points(axes, points, xlabel, ylabel, title=""):
-    """Draws {label: (x, y)}, each label beside its dot and clear of the other labels where there is room."""
-    taken = []
-    for label, (x, y) in sorted(points.items(), key=lambda item: item[1]):
-        axes.plot([x], [y], "o")
-        axes.annotate(label, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8)
-        taken.append((x, y))
+    """Draws {label: (x, y)}, each label beside its dot and clear of dots and other labels if there is room.
+
+    A point without a figure (None) is left out.
+    """
+    points = {label: point for label, point in points.items() if None not in point}
+    dots = [axes.plot([x], [y], "o")[0] for x, y in points.values()]
     axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    axes.margins(x=0.25, y=0.12)  # room for labels beside the outer dots
+    axes.figure.canvas.draw()  # places are known from here on
+    taken = [dot.get_window_extent().padded(3) for dot in dots]
+    for label, point in points.items():
+        for place in LABEL_PLACES:
+            dx, dy, side = place
+            text = axes.annotate(
+                label, point, (dx, dy), textcoords="offset points", ha=side, va="center", fontsize=8
+            )
+            box = text.get_window_extent()
+            if place == LABEL_PLACES[-1] or not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        taken.append(box)
     return axes

@@ -170,7 +170,7 @@ def device_name(device):
     return platform.processor() or platform.machine()
 
 
-def format_table(headings, rows):
+def _format_table(headings, rows):
     """Plain text: the first column flush left, the others flush right; headings in two lines if need be."""
 
     def column_widths(head):
@@ -188,7 +188,7 @@ def format_table(headings, rows):
     return "\n".join(lines)
 
 
-def cell(value, form="{}"):
+def _cell(value, form="{}"):
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -198,19 +198,19 @@ def cell(value, form="{}"):
     return value if isinstance(value, str) else form.format(value)
 
 
-def without_nan(value):
+def _without_nan(value):
     """The same value for JSON, which knows neither NaN nor infinity: they become None."""
     if isinstance(value, dict):
-        return {key: without_nan(part) for key, part in value.items()}
+        return {key: _without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_nan(part) for part in value]
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def plain(value):
+def _plain(value):
     """An option's value for JSON: files by their names, without the folders of this machine."""
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [_plain(part) for part in value]
     return value.name if isinstance(value, Path) else value
 
 
@@ -241,7 +241,7 @@ def code_sha256(path):
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources(path))).hexdigest()
 
 
-def weights_of(method):
+def _weights_of(method):
     """The modules whose weights a method's run holds: its model, and what else its steps are."""
     return [method.model, *(module for module in method.steps if module is not method.model)]
 
@@ -292,9 +292,9 @@ class Report:
                 "n_parameters": n_parameters(model),
                 "checkpoint": args.checkpoint.name,
                 "weights_sha256": sha256_of(args.checkpoint),
-                "options": {k: plain(v) for k, v in getattr(args, "given", {}).items() if k not in OUTPUTS},
+                "options": {k: _plain(v) for k, v in getattr(args, "given", {}).items() if k not in OUTPUTS},
                 "versions": {"python": platform.python_version(), "torch": torch.__version__},
-                **{key: plain(value) for key, value in config.items()},
+                **{key: _plain(value) for key, value in config.items()},
             },
             "rows": [],
             "sweeps": {},
@@ -302,7 +302,7 @@ class Report:
             "why": [],
         }
         with contextlib.suppress(BrokenPipeError):  # a reader that goes away ends the run, but at its end
-            print(self.header(), flush=True)  # now: the measuring may take minutes
+            print(self._header(), flush=True)  # now: the measuring may take minutes
 
     # ---- Measuring ----
 
@@ -329,12 +329,12 @@ class Report:
                 figures["kv_bytes_per_token"] = kv_bytes_per_token(method.model, prompts)
             same, first = "approximate", None
             if method.exact:
-                same, first = self.same_tokens(method, results, baseline, prompts, logits, suffix)
+                same, first = self._same_tokens(method, results, baseline, prompts, logits, suffix)
             rows[method.name] = self.row(
                 method.name + suffix,
                 result,
                 baseline=method is baseline,
-                peak_memory_mb=peak_memory_mb(one.run, *weights_of(method), inputs=[prompts, *one.buffers]),
+                peak_memory_mb=peak_memory_mb(one.run, *_weights_of(method), inputs=[prompts, *one.buffers]),
                 n_parameters=n_parameters(method.model),
                 same_output=same,
                 first_difference=first,
@@ -348,7 +348,7 @@ class Report:
             self.check(f"the baseline's loss{suffix} (differ by {worst:.0e})", worst <= tolerance)
         return rows
 
-    def same_tokens(self, method, results, baseline, prompts, logits, suffix):
+    def _same_tokens(self, method, results, baseline, prompts, logits, suffix):
         """Adds a check that a method chose the baseline's tokens; (True, False or "approximate", where not).
 
         Args: logits [B, n, V]: those that chose the baseline's tokens, as far as equality is promised: where
@@ -403,7 +403,7 @@ class Report:
         return self.sweep(title, rows)
 
     def memory_sweep(self, title, size, values, functions):
-        """Peak memory of functions(value), {name: functools.partial of a function and its tensors}, over a size.
+        """Peak memory of functions(value), {name: functools.partial over the tensors it reads}, over a size.
 
         Returns: the rows, {size: value, name: MB, ...}; None where the device has no count of its memory.
         """
@@ -411,9 +411,7 @@ class Report:
         for value in values:
             runs = functions(value)
             inputs = {n: [t for t in run.args if isinstance(t, torch.Tensor)] for n, run in runs.items()}
-            rows.append(
-                {size: value} | {n: peak_memory_mb(run, inputs=inputs[n]) for n, run in runs.items()}
-            )
+            rows.append({size: value} | {n: peak_memory_mb(run, inputs=inputs[n]) for n, run in runs.items()})
         return self.sweep(title, rows)
 
     def ceilings(self):
@@ -539,7 +537,7 @@ class Report:
             lines[name] = range(2, 2 + len(steps)), steps
         self.plot_lines(lines, "generated token", "time (ms)", "Time per token", "y")
 
-    def header(self):
+    def _header(self):
         config = self.data["config"]
         parts = [f"{self.data['script']}: {self.data['technique']}"]
         parts.append(f"GPTlite {config['n_parameters'] / 1e6:.1f} M parameters, {config['checkpoint']}")
@@ -550,26 +548,26 @@ class Report:
         parts.append(", ".join(f"{name} {version}" for name, version in config["versions"].items()))
         return "\n".join(parts)
 
-    def table_cell(self, row, key):
+    def _table_cell(self, row, key):
         if key == "speedup" and row.get("speedup_is_noise"):
             return "equal"
         if key == "same_output" and row.get("approximate"):
             return "approximate"
         if key == "same_output" and row[key] is False and row.get("first_difference") is not None:
             return f"no, from token {row['first_difference']}"
-        return cell(row.get(key), self.columns[key][1])
+        return _cell(row.get(key), self.columns[key][1])
 
-    def text(self):
+    def _page(self):
         blocks, rows = [], self.data["rows"]
         if rows:
-            keys = [key for key in self.columns if any(self.table_cell(row, key) != "-" for row in rows)]
+            keys = [key for key in self.columns if any(self._table_cell(row, key) != "-" for row in rows)]
             if len({row["n_parameters"] for row in rows}) == 1 and "n_parameters" in keys:
                 keys.remove("n_parameters")  # the header has it
-            body = [[row["method"], *(self.table_cell(row, key) for key in keys)] for row in rows]
-            blocks.append(format_table(["method", *(self.columns[key][0] for key in keys)], body))
+            body = [[row["method"], *(self._table_cell(row, key) for key in keys)] for row in rows]
+            blocks.append(_format_table(["method", *(self.columns[key][0] for key in keys)], body))
         for title, sweep in self.data["sweeps"].items():
-            body = [[cell(value, SIGNIFICANT) for value in row.values()] for row in sweep]
-            blocks.append(f"{title}\n{format_table([str(key) for key in sweep[0]], body)}")
+            body = [[_cell(value, SIGNIFICANT) for value in row.values()] for row in sweep]
+            blocks.append(f"{title}\n{_format_table([str(key) for key in sweep[0]], body)}")
         if self.data["checks"]:
             lines = [
                 f"  {'ok    ' if passed else 'FAILED'} {name}" for name, passed in self.data["checks"].items()
@@ -591,13 +589,13 @@ class Report:
             for draw, one in zip(self.panels, [axes] if n == 1 else axes, strict=True):
                 draw(one)
             save_figure(figure, self.args.plot)
-        line, full = json.dumps(without_nan(self.data), allow_nan=False), None
+        line, full = json.dumps(_without_nan(self.data), allow_nan=False), None
         if self.args.json not in (None, "-"):  # first: whoever reads the page may stop reading (head)
             try:
                 write_atomically(self.args.json, lambda path: path.write_text(line + "\n"))
             except OSError as error:  # a full disk must not take the page as well
                 full = error
-        print(self.text(), flush=True)
+        print(self._page(), flush=True)
         if full:
             raise full
         if self.args.json == "-":

@@ -18,7 +18,9 @@ import weakref
 from collections import namedtuple
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler that counts memory stays silent
+# the profiler that counts memory stays silent, also about tensors from before, which are watched apart
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # Linux, CPU: tensors in pages of 2 MB. A decode step reads every weight once, a page of 4 kB at a time
 # it waits for address translation instead (measured here: 4.1 ms a compiled step against 3.0).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

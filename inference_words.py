@@ -4,6 +4,8 @@ A report's `why:` takes only what these functions return, so no sentence is prin
 What is true on every machine stands in a script's docstring instead.
 """
 
+import math
+
 
 class Reason(str):
     """A sentence whose words were chosen by figures of this run."""
@@ -19,12 +21,14 @@ def choose(figure, *cases):
     """The first text whose limit the figure reaches: choose(x, (1.05, "faster"), (0.95, "equal"), "slower").
 
     Args: cases: (limit, text) from the highest limit down, last the text for everything below (None as well
-        as NaN take it). Raises ValueError for fewer than two different texts.
+        as NaN take it). Raises ValueError for fewer than two different texts, or limits that rise.
     """
     *limited, otherwise = cases
-    texts = [text for _, text in limited] + [otherwise]
+    texts, limits = [text for _, text in limited] + [otherwise], [limit for limit, _ in limited]
     if len({str(text) for text in texts}) < 2:
         raise ValueError("the figure must choose between different words")
+    if any(high < low for high, low in zip(limits, limits[1:], strict=False)):
+        raise ValueError(f"no figure reaches some of these texts: the limits {limits} rise")
     for limit, text in limited:
         if figure is not None and figure >= limit:
             return Reason(text)
@@ -36,9 +40,18 @@ LOWER_IS_BETTER = {
     "tpot_ms": "TPOT",
     "tpot_p99_ms": "p99 TPOT",
     "peak_memory_mb": "peak memory",
+    "step_ms": "time of a step",
+    "latency_ms": "mean time of an answer",
+    "attention_ms": "time of attention",
+    "kv_bytes_per_token": "cache of a token",
+    "forward_tokens": "work in tokens",
 }
-LOWER_IS_BETTER |= {"kv_bytes_per_token": "cache of a token", "forward_tokens": "work in tokens"}
 HIGHER_IS_BETTER = {"tokens_per_s": "tokens/s"}
+
+
+def known(*values):
+    """Whether all of these are numbers: a figure that was not measured, or is NaN, is none."""
+    return all(value is not None and math.isfinite(value) for value in values)
 
 
 def spread_of(row, key):
@@ -53,11 +66,14 @@ def overlap(one, other, key):
 
 
 def compare(row, other, key="tpot_ms"):
-    """How a figure of one row stands to that of another row: better, worse, or equal within their spread."""
+    """How a figure of one row stands to that of another row: better, worse, or equal within their spread.
+
+    A key that is in neither table above is called lower or higher, without a verdict.
+    """
     name = LOWER_IS_BETTER.get(key) or HIGHER_IS_BETTER.get(key) or key
     a, b, one, two = row.get(key), other.get(key), row["method"], other["method"]
-    if a is None or b is None:
-        absent = one if a is None else two
+    if not known(a, b):
+        absent = two if known(a) else one
         return Reason(f"{absent} has no {name} to compare.")
     runs = "" if row.get(f"{key}_spread") is None or len({*spread_of(row, key)}) > 1 else ", one run"
     numbers = f"({number(a)} against {number(b)}{runs})"
@@ -65,22 +81,28 @@ def compare(row, other, key="tpot_ms"):
         return Reason(f"{name} of {one} equals that of {two} within the spread of the runs {numbers}.")
     factor = f"{max(a, b) / min(a, b):.2f} times" if min(a, b) > 0 else "infinitely"
     word = "lower" if a < b else "higher"
-    judged = {True: "", False: ": it loses here"}[(a < b) == (key not in HIGHER_IS_BETTER)]
+    loses = key in LOWER_IS_BETTER and a > b or key in HIGHER_IS_BETTER and a < b
+    judged = ": it loses here" if loses else ""
     return Reason(f"{name} of {one} is {factor} {word} than that of {two} {numbers}{judged}.")
 
 
 def number(value):
     """A figure in three to four digits."""
-    if isinstance(value, int) or value == int(value) and abs(value) >= 100:
+    if isinstance(value, int) or math.isfinite(value) and abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
-def loss(row, n_windows=None):
+def loss(row):
     """What a row's loss is against the baseline's, in standard errors of the pairs of windows."""
     difference, se = row.get("loss_difference"), row.get("loss_difference_se")
-    if difference is None:
-        return Reason(f"The loss of {row['method']} was not measured.")
+    if not known(difference):
+        return Reason(f"The loss of {row['method']} was not measured against the baseline's.")
+    if not known(se):
+        return Reason(
+            f"The loss of {row['method']} differs by {difference:+.4f} nats from the baseline's, "
+            "over too few windows to tell whether that is chance."
+        )
     figures = f"{difference:+.4f} +- {se:.4f} nats"
     if abs(difference) <= 2 * se or abs(difference) < 5e-5:
         return Reason(f"{row['method']} has the baseline's loss as far as these windows tell ({figures}).")
@@ -88,12 +110,26 @@ def loss(row, n_windows=None):
     return Reason(f"{row['method']} {word} against the baseline: {figures}.")
 
 
+def loss_between(one, other, difference, se):
+    """How the loss of one stands to that of another, by what loss_difference gives for the two."""
+    if not known(difference, se):
+        return Reason(f"Too few windows tell whether the losses of {one} and {other} differ.")
+    figures = f"({difference:+.4f} +- {se:.4f} nats)"
+    return choose(
+        0.0 if abs(difference) < 5e-5 else difference / max(se, 1e-9),
+        (2, f"The loss of {one} is higher than that of {other} {figures}."),
+        (-2, f"The losses of {one} and {other} are equal as far as these windows tell {figures}."),
+        f"The loss of {one} is lower than that of {other} {figures}.",
+    )
+
+
 def crossover(rows, size, one, other):
     """From which size on `one` takes less time than `other`, in the rows of a sweep (times in ms).
 
     Sizes at which the two are within 3% count as equal, for neither.
     """
-    ratios = [(row[size], row[other] / row[one]) for row in rows if row.get(one) and row.get(other)]
+    both = [row for row in rows if known(row.get(one), row.get(other)) and row[one] > 0]
+    ratios = [(row[size], row[other] / row[one]) for row in both]
     if not ratios:
         return Reason(f"{one} and {other} were not both measured at any {size}.")
     first, last = ratios[0][0], ratios[-1][0]
@@ -126,6 +162,8 @@ def crossover(rows, size, one, other):
 
 def pays_back(once, saved, unit, what="uses"):
     """After how many uses something that costs `once` and saves `saved` each time has paid (same unit)."""
+    if not known(once, saved):
+        return Reason("What it costs once or saves each time was not measured.")
     if saved <= 0:
         return Reason(f"It costs {number(once)} {unit} once and saves nothing: it never pays.")
     n = max(-(-once // saved), 1)
@@ -134,17 +172,18 @@ def pays_back(once, saved, unit, what="uses"):
     )
 
 
-def bounds(measured, costs, ceilings):
+def bounds(measured_ms, costs, ceilings):
     """What each method needs at least on this machine, what limits it, and the share that it reaches.
 
-    Args: measured: {name: ms}; costs: {name: Cost of the same step}; ceilings: Ceilings.
+    Args: measured_ms: {name: ms}; costs: {name: Cost of the same step}; ceilings: Ceilings.
     """
     parts = []
     for name, cost in costs.items():
         reading, computing = cost.n_bytes / ceilings.bytes_per_s, cost.flops / ceilings.flops_per_s
         least = 1000 * max(reading, computing)
         what = "computing" if computing > reading else "reading"
-        reached = f", {100 * least / measured[name]:.0f}% reached" if measured.get(name) else ""
+        ms = measured_ms.get(name)
+        reached = f", {100 * least / ms:.0f}% reached" if known(ms) and ms > 0 else ""
         parts.append(
             f"{name} {number(cost.flops / 1e9)} GFLOP and {number(cost.n_bytes / 1e6)} MB, "
             f"at least {number(least)} ms of {what}{reached}"
@@ -156,8 +195,10 @@ def bounds(measured, costs, ceilings):
 def batching(one, many, n_sequences, key="tpot_ms"):
     """What a step of n_sequences sequences takes against a step of one, from the rows of the two batches."""
     a, b = one.get(key), many.get(key)
-    if n_sequences == 1 or a is None or b is None:
+    if n_sequences == 1:
         return Reason("There is one batch size in this run: it does not tell what a larger batch costs.")
+    if not known(a, b) or min(a, b) <= 0:
+        return Reason("A step was not measured at both batch sizes.")
     ratio = b / a
     figures = f"{number(a)} ms for one sequence, {number(b)} for {n_sequences}: {ratio:.1f} times"
     return choose(
@@ -171,4 +212,43 @@ def batching(one, many, n_sequences, key="tpot_ms"):
             f"Sequences share a step ({figures}), so each costs {ratio / n_sequences:.2f} of a step alone.",
         ),
         f"A batch saves nothing here ({figures} for {n_sequences} times the tokens).",
+    )
+
+
+def about(label, reason):
+    """A reason with what it is about in front."""
+    if not isinstance(reason, Reason):
+        raise TypeError("words follow from figures: only a reason gets a label")
+    return Reason(f"{label[:1].upper()}{label[1:]}: {reason}")
+
+
+def part(name, part_ms, whole_ms, whole):
+    """How much of a whole a part takes, and so what a faster part can gain at most (Amdahl's law)."""
+    if not known(part_ms, whole_ms) or whole_ms <= 0:
+        return Reason(f"The share of {name} in the {whole} was not measured.")
+    share = min(part_ms / whole_ms, 0.99)
+    gain = f"without it the {whole} would be {1 / (1 - share):.2f} times as fast"
+    return choose(
+        share,
+        (0.5, f"{name} takes most of the {whole}, {100 * share:.0f}%: {gain}."),
+        f"{name} takes the smaller part of the {whole}, {100 * share:.0f}%: {gain}, no more.",
+    )
+
+
+def recovery(row, n_steps):
+    """What training on made of a converted model: a row with the figures of uptrained_figures as well."""
+    before, after = row.get("loss_difference"), row.get("uptrained_loss_difference")
+    name, se = row["method"], row.get("uptrained_loss_difference_se")
+    if not known(before, after):
+        return Reason(f"{name} was not trained on.")
+    figures = f"({before:+.3f} nats as converted, {after:+.3f} to the control after {n_steps} steps)"
+    if before < 1e-3:
+        return Reason(f"{name} lost nothing that training could bring back {figures}.")
+    share = 1 - after / before
+    whole = 1 - 2 * se / before if known(se) else 1.0  # as far as the windows tell
+    return choose(
+        share,
+        (max(whole, 0.05), f"Training on brings {name} all the way back {figures}."),
+        (0.05, f"Training on brings {name} {100 * share:.0f}% of the way back {figures}."),
+        f"Training on does not bring {name} back {figures}.",
     )

@@ -55,13 +55,15 @@ class PackedLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.weight.detach().to_dense()
 
-    def _load_from_state_dict(self, state_dict, prefix, *more):
-        weight = state_dict[prefix + "weight"]
-        if weight.shape != self.weight.shape:
-            raise ValueError(f"{prefix}weight is {list(weight.shape)}, must be {list(self.weight.shape)}")
-        self.pack(weight.float())
-        if self.bias is not None:
-            self.bias.data.copy_(state_dict[prefix + "bias"])
+    def _load_from_state_dict(self, *args):
+        nn.Linear._load_from_state_dict(
+            unpack(self), *args
+        )  # in place, with its messages for what does not fit
+        pack_linears(self)
+
+    def _apply(self, *args, **kwargs):
+        """.to(), .double(), .half(): the ordinary weight is converted, and packed again where it can be."""
+        return pack_linears(unpack(self)._apply(*args, **kwargs))
 
     def __deepcopy__(self, memo):
         with torch.random.fork_rng(devices=[]):  # the copy's own first weights are drawn and replaced
@@ -69,6 +71,13 @@ class PackedLinear(nn.Linear):
         copy.load_state_dict(self.state_dict())
         memo[id(self)] = pack_linears(copy).train(self.training)
         return copy
+
+
+def unpack(layer):
+    """Makes an ordinary nn.Linear of a PackedLinear, in place, and returns it."""
+    layer.__class__ = nn.Linear
+    layer.weight = nn.Parameter(layer.weight.detach().to_dense(), requires_grad=False)
+    return layer
 
 
 def pack_linears(model):

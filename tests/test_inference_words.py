@@ -1,0 +1,254 @@
+"""Every sentence of an explanation on made-up measurements: opposite figures give other words."""
+
+import inspect
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import inference_words as words
+from inference_cost import Ceilings, Cost
+
+NAN = math.nan
+NO_SENTENCES = {"known", "number", "overlap", "spread_of"}  # functions that return no sentence
+
+
+def row(method="fast", **figures):
+    return {"method": method, "tpot_ms": None} | figures
+
+
+def spread(middle, low, high, method="fast", key="tpot_ms"):
+    return row(method, **{key: middle, f"{key}_spread": (low, high)})
+
+
+def sweep(*pairs):
+    """Rows with the times of "new" and "old" at the sizes 1, 2, 4, ..."""
+    return [{"size": 2**i, "new": new, "old": old} for i, (new, old) in enumerate(pairs)]
+
+
+def loss_row(difference, se):
+    return row(loss_difference=difference, loss_difference_se=se)
+
+
+def trained(before, after, se=0.01):
+    figures = {"uptrained_loss_difference": after, "uptrained_loss_difference_se": se}
+    return row(loss_difference=before, **figures)
+
+
+CEILINGS = Ceilings(1e9, 1e9)
+SLOW = row("slow", tpot_ms=4.0)
+# {function: [arguments of one outcome, of another, ...]}: no two of them may give the same words
+OUTCOMES = {
+    "choose": [(x, (1.05, "faster"), (0.95, "equal"), "slower") for x in (2.0, 1.0, 0.5)],
+    "compare": [
+        (row(tpot_ms=2.0), SLOW),
+        (row(tpot_ms=8.0), SLOW),
+        (row(tpot_ms=4.0), SLOW),
+        (row(tpot_ms=0.0), SLOW),
+        (row(), SLOW),
+        (row(tpot_ms=2.0), row("slow")),
+        (spread(2.0, 2.0, 2.0), spread(4.0, 4.0, 4.0, "slow")),
+        (spread(8.0, 8.0, 8.0), spread(4.0, 4.0, 4.0, "slow")),
+        (row(tokens_per_s=2.0), row("slow", tokens_per_s=4.0), "tokens_per_s"),
+        (row(tokens_per_s=8.0), row("slow", tokens_per_s=4.0), "tokens_per_s"),
+    ],
+    "loss": [(loss_row(d, se),) for d, se in ((0.5, 0.1), (-0.5, 0.1), (0.1, 0.1), (0.5, NAN), (None, None))],
+    "loss_between": [("new", "old", d, se) for d, se in ((0.5, 0.1), (-0.5, 0.1), (0.1, 0.1), (0.5, NAN))],
+    "crossover": [
+        (sweep(*pairs), "size", "new", "old")
+        for pairs in (
+            [(2, 1), (2, 2), (1, 2)],  # wins at the end
+            [(1, 2), (2, 2), (2, 1)],  # at the beginning
+            [(2, 1), (1, 2), (2, 1)],  # in the middle
+            [(1, 2), (1, 3), (1, 4)],  # everywhere
+            [(2, 1), (3, 1), (1, 1.02)],  # nowhere
+            [(None, 1), (NAN, 1), (1, None)],  # unknown
+        )
+    ],
+    "pays_back": [(6.0, 2.0, "ms"), (6.0, 0.0, "ms"), (6.0, NAN, "ms")],
+    "bounds": [
+        ({"step": 10.0}, {"step": Cost(2e6, 1e6)}, CEILINGS),
+        ({"step": 10.0}, {"step": Cost(1e6, 2e6)}, CEILINGS),
+        ({"step": None}, {"step": Cost(1e6, 2e6)}, CEILINGS),
+    ],
+    "batching": [
+        *((row(tpot_ms=1.0), row(tpot_ms=ms), 8) for ms in (1.0, 3.0, 8.0, 12.0, None)),
+        (row(tpot_ms=1.0), row(tpot_ms=1.0), 1),
+    ],
+    "part": [("attention", ms, 10.0, "step") for ms in (8.0, 2.0, None)],
+    "recovery": [
+        (trained(*figures), 100) for figures in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.2), (0.0, 0.0), (1.0, None))
+    ],
+}
+EQUAL_WORDS = {"batching": 1}  # a batch that takes 8 and one that takes 12 times as long both save nothing
+
+
+def texts_of(name):
+    return [getattr(words, name)(*arguments) for arguments in OUTCOMES[name]]
+
+
+def without_numbers(text):
+    return re.sub(r"[-+]?\d[\d.,]*\d|[-+]?\d|infinitely", "#", text).replace("# times", "#")
+
+
+def public_functions():
+    functions = inspect.getmembers(words, inspect.isfunction)
+    return {name for name, f in functions if f.__module__ == words.__name__ and not name.startswith("_")}
+
+
+def test_every_public_function_is_tried():
+    """Whoever adds a sentence adds its outcomes here."""
+    assert public_functions() == OUTCOMES.keys() | NO_SENTENCES
+
+
+@pytest.mark.parametrize("name", sorted(OUTCOMES))
+def test_other_figures_give_other_words(name):
+    texts = texts_of(name)
+    assert all(isinstance(text, words.Reason) for text in texts)
+    different = {without_numbers(text) for text in texts if "infinitely" not in text}
+    n_expected = len([text for text in texts if "infinitely" not in text]) - EQUAL_WORDS.get(name, 0)
+    assert len(different) == n_expected, sorted(different)
+
+
+@pytest.mark.parametrize("name", sorted(OUTCOMES))
+def test_sentences_are_whole(name):
+    for text in texts_of(name):
+        assert text[-1] == "." or name == "choose"
+        assert "nan" not in text.split() and "None" not in text and "  " not in text
+
+
+def test_a_reason_is_joined_with_a_reason_only():
+    one = words.choose(1, (0, "First."), "Second.")
+    both = one + words.choose(-1, (0, "First."), "Second.")
+    assert both == "First. Second." and isinstance(both, words.Reason)
+    for other in ("written by hand", None, 3):
+        with pytest.raises(TypeError, match="words follow from figures"):
+            one + other
+    assert not isinstance("written by hand " + str(one), words.Reason)
+
+
+def test_choose_takes_the_first_limit_that_is_reached():
+    def text(figure):
+        return words.choose(figure, (2, "much"), (1, "more"), "less")
+
+    assert [text(x) for x in (3, 2, 1.5, 1, 0.5, -math.inf)] == "much much more more less less".split()
+    assert text(None) == text(NAN) == "less" and text(math.inf) == "much"
+
+
+def test_choose_refuses_what_no_figure_chooses():
+    for cases in (["always"], [(1, "always"), "always"], [(2, "same"), (1, "same"), "same"]):
+        with pytest.raises(ValueError, match="different words"):
+            words.choose(1.0, *cases)
+    with pytest.raises(ValueError, match="limits .* rise"):
+        words.choose(1.0, (1, "more"), (2, "much"), "less")
+
+
+# compare
+
+
+def test_compare_names_both_figures_and_their_ratio():
+    text = words.compare(row(tpot_ms=2.0), SLOW)
+    assert text == "TPOT of fast is 2.00 times lower than that of slow (2 against 4)."
+    assert words.compare(row(tpot_ms=5.0), SLOW).endswith(
+        "1.25 times higher than that of slow (5 against 4): it loses here."
+    )
+
+
+def test_equal_within_the_spread_is_no_result():
+    """Also if the medians are apart: the runs reach into each other."""
+    fast, slow = spread(2.0, 1.5, 3.1), spread(4.0, 3.0, 5.0, "slow")
+    assert "equals that of slow within the spread of the runs (2 against 4)" in words.compare(fast, slow)
+    apart = spread(2.0, 1.5, 2.9)
+    assert "2.00 times lower" in words.compare(apart, slow)
+    assert words.overlap(fast, slow, "tpot_ms") and not words.overlap(apart, slow, "tpot_ms")
+
+
+def test_a_single_run_says_so():
+    one, other = spread(2.0, 2.0, 2.0), spread(4.0, 4.0, 4.0, "slow")
+    assert "(2 against 4, one run)" in words.compare(one, other)
+    assert "one run" not in words.compare(spread(2.0, 1.9, 2.1), other)
+
+
+@pytest.mark.parametrize("key", [*words.LOWER_IS_BETTER, *words.HIGHER_IS_BETTER])
+@pytest.mark.parametrize("a, b", [(1.0, 2.0), (2.0, 1.0)])
+def test_the_verdict_follows_the_direction_of_the_figure(key, a, b):
+    text = words.compare(row(**{key: a}), row("slow", **{key: b}), key)
+    assert ("lower" in text) == (a < b) and ("higher" in text) == (a > b)
+    assert ("it loses here" in text) == ((a > b) == (key in words.LOWER_IS_BETTER))
+
+
+def test_a_figure_of_unknown_direction_gets_no_verdict():
+    for rate in (0.2, 0.8):
+        assert "loses" not in words.compare(row(hit_rate=rate), row("slow", hit_rate=0.5), "hit_rate")
+
+
+@pytest.mark.parametrize(
+    "a, b, absent", [(None, 1.0, "fast"), (NAN, 1.0, "fast"), (1.0, NAN, "slow"), (1.0, None, "slow")]
+)
+def test_a_figure_that_is_missing_is_not_compared(a, b, absent):
+    assert words.compare(row(tpot_ms=a), row("slow", tpot_ms=b)) == f"{absent} has no TPOT to compare."
+
+
+# numbers
+
+
+def test_number():
+    numbers = [3, 1234567, 0.123456, 99.95, 999.4, 1234.6, 123456.7, 2.0, 0.0]
+    assert [words.number(x) for x in numbers] == [
+        "3", "1,234,567", "0.1235", "99.95", "999.4", "1,235", "123,457", "2", "0"
+    ]  # fmt: skip
+    assert [words.number(x) for x in (NAN, math.inf)] == ["nan", "inf"]
+
+
+@given(st.floats(1e-3, 1e6))
+def test_number_is_right_to_three_digits(value):
+    assert float(words.number(value).replace(",", "")) == pytest.approx(value, rel=1e-3)
+
+
+# the others
+
+
+def test_loss_is_judged_by_its_standard_error():
+    assert "loses against the baseline: +0.3000 +- 0.1000 nats" in words.loss(loss_row(0.3, 0.1))
+    assert "gains" in words.loss(loss_row(-0.3, 0.1))
+    assert "has the baseline's loss" in words.loss(loss_row(0.19, 0.1))
+    assert "has the baseline's loss" in words.loss(loss_row(1e-6, 0.0))  # rounding
+    assert "not measured" in words.loss(row()) == words.loss(loss_row(NAN, 0.1))
+
+
+def test_loss_over_one_window_is_no_verdict():
+    text = words.loss(loss_row(0.3, NAN))
+    assert "too few windows" in text and "loses" not in text
+
+
+def test_crossover_names_the_sizes():
+    text = words.crossover(sweep((2, 1), (1, 2), (1, 4)), "size", "new", "old")
+    assert "faster than old from size 2 on (up to 4.00 times at 4), not below (down to 0.50)" in text
+    text = words.crossover(sweep((1, 2), (1, 1.01), (2, 1)), "size", "new", "old")
+    assert "faster than old up to size 1 (up to 2.00 times at 1), not beyond" in text
+    text = words.crossover(sweep((1, 1.02)), "size", "new", "old")  # 3% is no result
+    assert "nowhere faster" in text and "1.02 times its speed" in text
+
+
+def test_pays_back():
+    assert "saves 2 each time: 4 uses pay it" in words.pays_back(7.0, 2.0, "ms")
+    assert "1 requests pay it" in words.pays_back(0.5, 2.0, "ms", "requests")
+    for saved in (0.0, -1.0):
+        assert "never pays" in words.pays_back(7.0, saved, "ms")
+
+
+def test_bounds_tell_what_limits_and_the_share():
+    text = words.bounds({"step": 4.0}, {"step": Cost(1e6, 2e6)}, CEILINGS)
+    assert "at least 2 ms of reading, 50% reached" in text and "1 GFLOP/s and 1 GB/s" in text
+    assert "of computing" in words.bounds({}, {"step": Cost(2e6, 1e6)}, CEILINGS)
+
+
+def test_batching():
+    def text(ms, n=8):
+        return words.batching(row(tpot_ms=1.0), row(tpot_ms=ms), n)
+
+    assert "as long for the batch as for one" in text(1.1) and "ride along" not in text(2.0)
+    assert "each costs 0.25 of a step alone" in text(2.0)
+    assert "saves nothing" in text(7.9) and "saves nothing" in text(20.0)
