@@ -6,12 +6,16 @@ they came about.
 """
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
 import shlex
 import signal
+import statistics
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -20,7 +24,9 @@ from tqdm import tqdm
 
 from data.shakespeare import TEXT_SHA256, VALIDATION_PLAYS, VOCABULARY, get_batch
 from gptlite import MultiHeadAttention
-from inference_utils import first_of, load_file, validation_loss, write_atomically
+from inference_options import check_writable
+from inference_report import device_name
+from inference_utils import Timer, first_of, load_file, validation_loss, write_atomically
 
 # ---- Attention for training ----
 
@@ -115,11 +121,17 @@ def autocast(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=has_bfloat16(device))
 
 
-def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="training"):
+# Peak learning rate of up-training. It is low because training on must not harm a model that nothing was
+# done to: over 80 steps of 8 x 256 tokens GPTlite's loss falls by 0.010 at half of it, by 0.007 here, and by
+# nothing at twice of it (differences of 128 windows, +- 0.003)
+UPTRAIN_LR = 2e-4
+
+
+def train_steps(model, train_data, iters, lr, batch_size, seqlen, seed=42, label="training"):
     """Trains the model on next-token prediction for a few steps, as up-training does after a change.
 
-    Args: data: token ids [N]; lr: peak learning rate, warm-up over 20 steps, cosine to a tenth;
-        batch_size, seqlen: windows per step and their length. The batches follow from the seed alone.
+    Args: train_data: token ids [N]; lr: peak learning rate, reached after a tenth of the steps and gone at
+        the end; batch_size, seqlen: windows per step and their length. The seed alone decides the batches.
     Returns: the loss of every step in nats per token. The model is back in evaluation mode.
     """
     model_device = next(model.parameters()).device
@@ -127,14 +139,12 @@ def train_steps(model, data, n_steps, lr, batch_size, seqlen, seed=42, label="tr
     generator = torch.Generator().manual_seed(seed)
     model.train()
     losses = []
-    for step in (bar := tqdm(range(n_steps), desc=label, leave=False, disable=None)):
-        x, y = (t.to(model_device) for t in get_batch(data, batch_size, seqlen, generator))  # [B, T]
+    for step in (bar := tqdm(range(iters), desc=label, leave=False, disable=None)):
+        x, y = (t.to(model_device) for t in get_batch(train_data, batch_size, seqlen, generator))  # [B, T]
         with autocast(model_device):
-            logits = model(x)  # [B, T, V]
-            logits = logits[0] if isinstance(logits, tuple) else logits
+            logits = first_of(model(x))  # [B, T, V]
         loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-        progress = (step + 1) / n_steps
-        optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / n_steps, 0.5), 0.1))
+        optimizer_step(model, optimizer, loss, learning_rate((step + 0.5) / iters, lr, warmup=0.1))
         losses.append(loss.item())
         bar.set_postfix_str(f"loss {losses[-1]:.3f}")
     model.eval()
@@ -192,17 +202,27 @@ def distill(
     return losses
 
 
-def uptrained_losses(model, train_data, valid_data, n_windows, n_steps, *how):
-    """Validation loss of a model as it is and after train_steps(model, train_data, n_steps, *how).
+def uptrained(model, train_data, iters, lr, batch_size, seqlen, label="up-training"):
+    """A copy of the model after train_steps, trained in float32 and then of the model's own type again."""
+    trained = copy.deepcopy(model).float()
+    train_steps(trained, train_data, iters, lr, batch_size, seqlen, label=label)
+    return trained.to(next(model.parameters()).dtype)
 
-    Returns: {"valid_loss", "uptrained_loss"} in nats per token over n_windows windows, the second only if
-        there are steps. The model is changed.
+
+UPTRAINED_COLUMNS = {  # of a report: what uptrained_figures adds to a row
+    "uptrained_loss": ("up-trained loss", "{:.4f}"),
+    "uptrained_loss_difference": ("to control", "{:+.4f}"),
+    "uptrained_loss_difference_se": ("+-", "{:.4f}"),
+}
+
+
+def uptrained_figures(report, trained, control):
+    """Figures of a row after up-training: its loss, and the difference to that of the unconverted model.
+
+    Args: report: Report; trained, control: models after the same steps on the same batches.
     """
-    losses = {"valid_loss": validation_loss(model, valid_data, n_windows)}
-    if n_steps:
-        train_steps(model, train_data, n_steps, *how)
-        losses["uptrained_loss"] = validation_loss(model, valid_data, n_windows)
-    return losses
+    figures = report.loss_figures(trained, control)
+    return {f"uptrained_{key.removeprefix('valid_')}": value for key, value in figures.items()}
 
 
 # ---- A run that can be stopped, resumed and told from others ----
@@ -275,15 +295,128 @@ def digest(data):
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
 
 
+def settings_of(args, text, p, *names):
+    """What tells a run from others when it goes on: parameters of its model, options, and its text."""
+    texts = {"training_text": digest(text.train), "validation_text": digest(text.valid)}
+    return {name: getattr(args, name) for name in names} | p._asdict() | texts
+
+
+def output_of(args, path, teacher=None):
+    """The file that a run writes its weights to: path, but with --quick one that vanishes with args.
+
+    Raises ValueError or OSError, before any work, for a file that cannot be written, the file of the
+    teacher, or --quick --resume.
+    """
+    if args.quick:
+        if args.resume:
+            raise ValueError("--quick keeps nothing, so there is nothing to --resume")
+        args.folder = tempfile.TemporaryDirectory()
+        return Path(args.folder.name) / "quick.pth"
+    check_writable(path, (".pth",))
+    if teacher is not None and path.resolve() == teacher.resolve():
+        raise ValueError(f"{path} is the teacher's own file")
+    return path
+
+
+def windows_of_step(n_windows, batch_size, seed, step):
+    """Indices [B] of the windows of a step. Each epoch has an order of its own, from seed and epoch alone."""
+    epoch, place = divmod(step, n_windows // batch_size)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(n_windows, generator=generator)[place * batch_size : (place + 1) * batch_size]
+
+
+def train_side_by_side(models, batch_of, loss_of, settings, valid_data, n_windows, path=None, resume=False):
+    """Trains models on the same batches for settings["steps"] steps each, so that all are equally far.
+
+    One file resumes them all. Ctrl-C or SIGTERM ends the run between two steps, with status 130.
+    Args: models: {name: model}; batch_of: step -> batch; loss_of: (name, logits, batch) -> scalar, for
+        logits [B, T, V] of batch[0] [B, T]; settings: steps, batch_size, seqlen, lr (the peak learning
+        rate), and what else tells this run from others; valid_data, n_windows: ten validation losses of
+        each are taken on the way; path: file of the state, written every three minutes and at the end,
+        None for a run that cannot go on; resume: goes on from it.
+    Returns: {name: [[step, training loss, validation loss], ...]} and the facts of the run for its card.
+        Raises ValueError if a loss or a weight is not finite, or if the state is another run's.
+    """
+    device = next(next(iter(models.values())).parameters()).device
+    n_steps, batch_size, seqlen = (settings[key] for key in ("steps", "batch_size", "seqlen"))
+    optimizers = {name: make_optimizer(model, settings["lr"]) for name, model in models.items()}
+    step, seconds, curves = 0, 0.0, {name: [] for name in models}
+    losses = {name: [] for name in models}  # of the steps since the last evaluation
+    if resume:
+        types = {"models": dict, "optimizers": dict, "seconds": float, "curves": dict, "losses": dict}
+        state = load_state(path, settings, **types)
+        if not {*models} == {*state["models"]} == {*state["optimizers"]}:
+            raise ValueError(f"{path} is of a run with the models {', '.join(state['models'])}")
+        for name in models:
+            models[name].load_state_dict(state["models"][name])
+            optimizers[name].load_state_dict(state["optimizers"][name])
+        step, seconds, curves, losses = (state[key] for key in ("step", "seconds", "curves", "losses"))
+
+    for model in models.values():
+        model.train()
+
+    def save(may_fail):
+        if path is None:
+            return
+        state = {"settings": settings, "step": step, "seconds": seconds, "curves": curves, "losses": losses}
+        for key, parts in (("models", models), ("optimizers", optimizers)):
+            state[key] = {name: part.state_dict() for name, part in parts.items()}
+        save_state(path, state, *models.values(), may_fail=may_fail)
+
+    bar = tqdm(total=n_steps, initial=step, desc="training", disable=None)
+    last_save = time.monotonic()
+    with bar, stop_between_steps(signal.SIGINT, signal.SIGTERM) as stop:
+        while step < n_steps and not stop:
+            with Timer(device) as timer:
+                batch, now = batch_of(step), learning_rate((step + 1) / n_steps, settings["lr"])
+                for name, model in models.items():
+                    with autocast(device):
+                        logits = first_of(model(batch[0]))  # [B, T, V]
+                    loss = loss_of(name, logits.float(), batch)
+                    optimizer_step(model, optimizers[name], loss, now)
+                    losses[name].append(loss.item())
+            step, seconds = step + 1, seconds + timer.seconds
+            check_finite(step, *(values[-1] for values in losses.values()))
+            bar.set_postfix_str(", ".join(f"{name} {values[-1]:.3f}" for name, values in losses.items()))
+            if step % max(n_steps // 10, 5) == 0 or step == n_steps:
+                for name, model in models.items():
+                    valid = validation_loss(model, valid_data, n_windows)
+                    mean = statistics.fmean(losses[name])
+                    check_finite(step, valid)
+                    curves[name].append([step, round(mean, 4), round(valid, 4)])
+                    losses[name] = []
+                if bar.disable:
+                    known = ", ".join(f"{name} {curve[-1][2]:.4f}" for name, curve in curves.items())
+                    print(f"step {step}: {known}; {seconds:.0f} s", flush=True)
+            bar.update()
+            if time.monotonic() - last_save > 180:
+                save(may_fail=True)
+                last_save = time.monotonic()
+        # a disk that is full now must not take the weights as well, which are much smaller
+        save(may_fail=step == n_steps)
+    if stop:
+        print(f"\nstopped at step {step}" + (f"; '{command_line()} --resume' goes on" if path else ""))
+        sys.exit(130)
+    for model in models.values():
+        model.eval()
+    facts = {"tokens_seen": step * batch_size * seqlen, "settings": settings}
+    return curves, facts | {"training_minutes": round(seconds / 60, 1), "device": device_name(device)}
+
+
 def command_line():
     """The command that started this run, --resume left out."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
     return shlex.join(["python", Path(sys.argv[0]).name, *words])
 
 
+def weights_of(model):
+    """A model's weights as checkpoints hold them, in 16 bits on the CPU."""
+    return {name: tensor.cpu().half() for name, tensor in model.state_dict().items()}
+
+
 def write_weights(path, model):
     """Writes a model's weights as checkpoints hold them, in 16 bits, and returns them."""
-    weights = {name: tensor.cpu().half() for name, tensor in model.state_dict().items()}
+    weights = weights_of(model)
     write_atomically(path, lambda temporary: torch.save(weights, temporary))
     return weights
 
