@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from inference_utils import Timer, calls_per_ms
+from inference_utils import Timer, calls_per_ms, n_parameters
 
 Cost = namedtuple("Cost", "flops n_bytes")
 Ceilings = namedtuple("Ceilings", "flops_per_s bytes_per_s")
@@ -29,6 +29,18 @@ def forward_cost(p, vocab_size, batch_size, n_new, n_past, dtype, weights=True):
     n_weights = L * (12 * d * d + 13 * d) + d * vocab_size + vocab_size + 2 * d
     cache = 2 * L * d * batch_size * (n_past + n_new)
     return Cost(flops, size * (n_weights * weights + cache))
+
+
+def step_cost(model, n_past):
+    """Operations and bytes of a decode step of one sequence, from the tensors of a model of any shape.
+
+    Args: model: a GPTlite whose heads, neurons, channels or blocks may be fewer; n_past: cached tokens.
+    Returns: Cost. Of an embedding one row is read; every other number is read, multiplied and added once.
+    """
+    embeddings = model.token_embedding.weight.numel() + model.position_embedding.weight.numel()
+    cache = sum(2 * block.mha.n_heads * block.mha.d_head * n_past for block in model.blocks)
+    n_numbers = n_parameters(model) - embeddings + cache
+    return Cost(2 * n_numbers, n_numbers * next(model.parameters()).element_size())
 
 
 def last_level_cache_bytes(device):
