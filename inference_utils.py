@@ -457,14 +457,18 @@ def peak_memory_mb(run, *models, inputs=()):
         ) as profiler,
     ):
         run()
-    changes = []  # (time, bytes)
+    changes = []  # (time, bytes, whether the watch told it)
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
+            changes.append((event.start_ns(), event.nbytes(), False))
         elif event.name().startswith(FREED):
-            changes.append((event.start_ns(), -int(event.name().removeprefix(FREED))))
+            changes.append((event.start_ns(), -int(event.name().removeprefix(FREED)), True))
+    changes.sort(key=lambda change: change[0])  # stable: order kept within a ns
     now = peak = 0
-    for _, n_bytes in sorted(changes, key=lambda change: change[0]):  # stable: order kept within a ns
+    following = [change[1:] for change in changes[1:]] + [(0, False)]
+    for (_, n_bytes, watched), after in zip(changes, following, strict=False):
+        if watched and after == (n_bytes, False):
+            continue  # the allocator tells of it as well: it was allocated under an earlier profiler
         now += n_bytes
         peak = max(peak, now)
     return (held + peak) / 1e6

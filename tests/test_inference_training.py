@@ -1,6 +1,7 @@
 """inference_training.py: attention for training, the optimiser's groups, distilling, runs that can go on."""
 
 import copy
+import functools
 import inspect
 import math
 import signal
@@ -16,6 +17,7 @@ import inference_training as training
 from gptlite import GPTlite, GPTliteParameters, scaled_dot_product_attention
 from gptlite_kvcache import GPTlite_KVCache
 from inference_training import distill, train_side_by_side
+from inference_utils import validation_loss
 from main_distillation import distillation_loss
 
 V = 16  # tokens of the tiny models
@@ -239,3 +241,51 @@ def test_where_a_run_writes_its_weights(tmp_path):
     args.resume = True
     with pytest.raises(ValueError, match="nothing to --resume"):
         training.output_of(args, path)
+
+
+# ---- A few steps ----
+
+
+def test_learning_rate():
+    rate = functools.partial(training.learning_rate, peak_lr=3.0, warmup=0.1, floor=0.2)
+    assert rate(0.0) == 0 and rate(0.05) == pytest.approx(1.5) and rate(0.1) == pytest.approx(3.0)
+    assert rate(0.55) == pytest.approx(3.0 * 0.6) and rate(1.0) == pytest.approx(0.6)
+    rates = [rate(i / 200) for i in range(201)]
+    assert all(a < b for a, b in zip(rates[:20], rates[1:21], strict=True))
+    assert all(a > b for a, b in zip(rates[20:], rates[21:], strict=False))
+    assert training.learning_rate(1.0, 3.0) == pytest.approx(0) and training.learning_rate(0.02, 3.0) == 3.0
+
+
+def test_optimizer_step_clips_gradients():
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    before = model.weight.item()
+    training.optimizer_step(model, optimizer, 1000 * model.weight.sum(), lr=0.5)
+    assert model.weight.item() == pytest.approx(before - 0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
+def test_train_steps(model_class):
+    """The loss falls on a text that repeats; the run follows from the seed alone."""
+    data = torch.arange(400) % 7
+
+    def run(seed=42):
+        model = tiny_model(model_class, dtype=torch.float32)
+        losses = training.train_steps(model, data, 30, 1e-2, 8, 16, seed)
+        assert not model.training
+        return model, losses
+
+    (model, losses), (same_model, same_losses) = run(), run()
+    assert len(losses) == 30 and losses == same_losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same_model.parameters(), strict=True))
+    assert sum(losses[-5:]) / 5 < 0.5 * losses[0]
+    assert validation_loss(model, data, 8) < 0.5 * losses[0]
+    assert run(seed=1)[1] != losses
+
+
+def test_train_steps_leaves_frozen_weights():
+    model = tiny_model(GPTlite, dtype=torch.float32)
+    model.token_embedding.weight.requires_grad_(False)
+    before = model.token_embedding.weight.clone()
+    training.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
+    assert torch.equal(model.token_embedding.weight, before)

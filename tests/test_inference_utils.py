@@ -1,7 +1,8 @@
-"""Checkpoints that go wrong, exact memory, a clock without hands in the code, losses, training steps."""
+"""Checkpoints that go wrong, exact memory, a clock without hands in the code, losses and choices."""
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import pickle
@@ -17,10 +18,10 @@ from helpers import assert_close, random_tokens, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-import inference_training as training
 import inference_utils as utils
 from gptlite import GPTlite
-from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache
+from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from linear_packed import pack_linears
 
 # Loading (RP-1)
 
@@ -336,6 +337,24 @@ def test_tied_weights_and_buffers_count_once():
     assert utils.weight_bytes(tied) == before - 16 * 32 * 4 + 80
 
 
+def test_packed_weights_count_once():
+    model = tiny_model(GPTlite, dtype=torch.float32)
+    before = utils.weight_bytes(model), utils.n_parameters(model)
+    assert (utils.weight_bytes(pack_linears(model)), utils.n_parameters(model)) == before
+    assert utils.weight_bytes(model, model) == before[0]
+
+
+def test_room_for_tokens(monkeypatch):
+    utils.check_room(1000, torch.device("cpu"))
+    for n_tokens in (10**9, 99_999_999 * 64):
+        with pytest.raises(ValueError, match=f"{n_tokens:,} tokens at once need about"):
+            utils.check_room(n_tokens, torch.device("cpu"))
+    monkeypatch.setattr(utils.Path, "is_file", lambda _: False)  # a system that does not tell
+    utils.check_room(10**6, torch.device("cpu"))
+    with pytest.raises(ValueError, match="1000 are free"):
+        utils.check_room(10**9, torch.device("cpu"))
+
+
 # Memory
 
 
@@ -366,6 +385,65 @@ def test_peak_memory_does_not_depend_on_what_is_held_or_ran_before():
     (torch.zeros(10_000_000) + 1).sum()
     assert utils.peak_memory_mb(known_pattern) == utils.peak_memory_mb(known_pattern) == 8000 / 1e6
     assert len(kept) == 1
+
+
+def test_tensors_from_before_that_are_freed_make_room():
+    """As on a GPU, where the peak is that of all that is allocated: 40 MB for 40 MB need none."""
+    held = []
+
+    def replace():
+        held.clear()
+        held.append(torch.zeros(10_000_000))
+
+    replace()
+    assert utils.peak_memory_mb(replace) == utils.peak_memory_mb(replace) == 0
+
+    def grow():
+        held.clear()
+        return [torch.zeros(10_000_000), torch.zeros(500_000)]
+
+    assert utils.peak_memory_mb(grow) == 2
+
+    def late():
+        kept = torch.zeros(1_000_000)
+        held.clear()
+        return kept, torch.zeros(5_000_000)
+
+    replace()
+    assert utils.peak_memory_mb(late) == 4
+
+
+def test_memory_that_a_view_still_needs_is_not_free():
+    held = [torch.zeros(1_000_000)]
+    view = held[0][:3]
+
+    def run():
+        held.clear()
+        torch.zeros(1_000_000)
+
+    assert utils.peak_memory_mb(run) == 4 and len(view) == 3
+    del view
+    held.append(torch.zeros(1_000_000)[:3])  # freed as a whole, though a view of 3 is what is held
+    assert utils.peak_memory_mb(run) == 0
+
+
+def test_garbage_from_before_does_not_make_room():
+    class Cycle:
+        def __init__(self):
+            self.itself, self.tensor = self, torch.zeros(1_000_000)
+
+    Cycle()
+    assert utils.peak_memory_mb(lambda: [[] for _ in range(100_000)] and torch.zeros(1_000_000)) == 4
+    assert gc.isenabled()
+
+
+def test_the_watch_ends_with_the_run():
+    held = [torch.zeros(10)]
+    with pytest.raises(ZeroDivisionError):
+        utils.peak_memory_mb(lambda: 1 / 0)
+    assert gc.isenabled()
+    held.clear()  # no profiler is there any more
+    assert utils.peak_memory_mb(known_pattern) == 8000 / 1e6
 
 
 @given(st.lists(st.one_of(st.integers(1, 5000), st.none()), max_size=12))
@@ -500,8 +578,15 @@ def test_measure_alternates_and_warms_up(now):
     assert m.tpot_p99_ms == pytest.approx(9)
     assert m.tokens_per_s == pytest.approx(6000 / 30)  # of 39, 13 and 30 ms
     assert m.tokens_per_s_spread == pytest.approx((6000 / 39, 6000 / 13))
+    assert m.ttft_ms_spread == pytest.approx((10, 30)) and m.tpot_ms_spread == pytest.approx((1.5, 5))
     assert m.forward_tokens == 2 * 8 and m.n_steps == 3
     assert m.steps_ms == pytest.approx([20, 1, 5])
+
+
+def test_measure_refuses_two_methods_of_one_name():
+    methods = [utils.Method("a", lambda: None, [nn.Linear(1, 1)])] * 2
+    with pytest.raises(ValueError, match="two methods have one name"):
+        utils.measure(methods, 1)
 
 
 def test_measure_of_one_token_and_of_two_prefill_steps(now):
@@ -517,24 +602,41 @@ def test_measure_of_one_token_and_of_two_prefill_steps(now):
 
 
 def test_alternating_ms(now):
-    order, times = [], {"a": iter([9, 3, 1, 2]), "b": iter([1, 5, 7, 6])}
+    """A call of more than 2 ms is a loop of its own; the first ones, which find that out, do not count."""
+    order, times = [], {"a": iter([9, 9, 3, 4, 5]), "b": iter([9, 9, 5, 7, 6])}
 
     def function(name):
         order.append(name)
         now[0] += next(times[name]) / 1000
 
     functions = {"a": lambda: function("a"), "b": lambda: function("b")}
-    assert utils.alternating_ms(functions, 3, torch.device("cpu")) == pytest.approx({"a": 2, "b": 6})
-    assert order == ["a", "b"] * 4
+    assert utils.alternating_ms(functions, 3, torch.device("cpu")) == pytest.approx({"a": 4, "b": 6})
+    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3
+
+
+@pytest.mark.parametrize("device, least_ms", [("cpu", 2), ("cuda", 10)])
+def test_loops_are_long_against_the_clock(now, device, least_ms, monkeypatch):
+    """Between two synchronisations lie so many calls, not one."""
+    synchronised = []
+    monkeypatch.setattr(utils, "synchronize", lambda device: synchronised.append(n_calls[0]))
+    n_calls = [0]
+
+    def function():
+        n_calls[0] += 1
+        now[0] += 1e-5  # 0.01 ms
+
+    assert utils.alternating_ms({"a": function}, 2, torch.device(device)) == pytest.approx({"a": 0.01})
+    last = synchronised[-2:]  # around the last loop
+    assert last[1] - last[0] >= 100 * least_ms
 
 
 def test_median_ms(now):
-    times = iter([0.9, 0.003, 0.001, 0.002])
+    times = iter([0.9, 0.9, 0.003, 0.005, 0.004])
 
     def function():
         now[0] += next(times)
 
-    assert utils.median_ms(function, 3, torch.device("cpu")) == pytest.approx(2)
+    assert utils.median_ms(function, 3, torch.device("cpu")) == pytest.approx(4)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.integers(0, 100))
@@ -624,6 +726,56 @@ def test_validation_loss_of_a_short_text():
         utils.validation_loss(tiny_model(GPTlite), random_tokens(1, 16)[0])
 
 
+@given(st.integers(2, 40), st.integers(0, 10**6))
+def test_loss_difference(n_windows, seed):
+    """The mean of the pairs, and how far it would go in other windows."""
+    generator = torch.Generator().manual_seed(seed)
+    reference = torch.rand(n_windows, generator=generator, dtype=torch.float64)
+    losses = reference + torch.rand(n_windows, generator=generator, dtype=torch.float64)
+    difference, se = utils.loss_difference(losses, reference)
+    pairs = [a - b for a, b in zip(losses.tolist(), reference.tolist(), strict=True)]
+    assert difference == pytest.approx(statistics.mean(pairs))
+    assert se == pytest.approx(statistics.stdev(pairs) / math.sqrt(n_windows))
+    assert utils.loss_figures(losses, reference)["loss_difference_se"] == se
+
+
+def test_loss_difference_of_equal_models_and_of_one_window():
+    losses = torch.rand(5, dtype=torch.float64)
+    assert utils.loss_difference(losses, losses) == (0, 0)
+    difference, se = utils.loss_difference(losses[:1], losses[1:2])
+    assert difference == (losses[0] - losses[1]).item() and math.isnan(se)
+    assert utils.loss_figures(losses) == {"valid_loss": losses.mean().item()}
+
+
+def test_window_losses_are_those_of_the_same_windows_in_any_batch():
+    data, model = random_tokens(1, 300)[0], tiny_model(GPTlite)
+    losses = utils.window_losses(model, data, 7)
+    assert losses.dtype == torch.float64 and losses.shape == (7,)
+    assert_close(losses, utils.window_losses(tiny_model(GPTlite_KVCache), data, 7, batch_size=2))
+    assert_close(losses.mean(), utils.validation_loss(model, data, 7))
+
+
+def test_first_of():
+    logits = torch.zeros(2)
+    for output in (logits, (logits, None), SimpleNamespace(logits=logits, past_key_values=None)):
+        assert utils.first_of(output) is logits
+
+
+def test_cache_tensors():
+    k, v = torch.zeros(1), torch.ones(1)
+    static = StaticKVCache(tiny_model(GPTlite_StaticKVCache), 1)
+    latent = SimpleNamespace(kv=[k, (v,)])
+    for cache, tensors in ((None, []), (k, [k]), ([(k, v), (k, None)], [k, v, k]), (latent, [k, v]), (3, [])):
+        found = utils.cache_tensors(cache)
+        assert len(found) == len(tensors) and all(a is b for a, b in zip(found, tensors, strict=True))
+    assert len(utils.cache_tensors(static)) == 2
+
+
+def test_tie_margin():
+    margins = [utils.tie_margin(t) for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)]
+    assert margins == [1e-3, 1e-3, 0.1, 0.8]
+
+
 def test_largest_difference():
     difference = utils.largest_difference
     nan = float("nan")
@@ -702,72 +854,3 @@ def test_cached_logits(n_tokens, prompt_len):
     assert_close(logits, tiny_model(GPTlite)(tokens))
     assert cache[0][0].shape[-2] == n_tokens
     assert clock.n_steps == 1 + n_tokens - max(prompt_len, 1) and clock.forward_tokens == 2 * n_tokens
-
-
-# Training
-
-
-def test_learning_rate():
-    rate = functools.partial(training.learning_rate, peak_lr=3.0, warmup=0.1, floor=0.2)
-    assert rate(0.0) == 0 and rate(0.05) == pytest.approx(1.5) and rate(0.1) == pytest.approx(3.0)
-    assert rate(0.55) == pytest.approx(3.0 * 0.6) and rate(1.0) == pytest.approx(0.6)
-    rates = [rate(i / 200) for i in range(201)]
-    assert all(a < b for a, b in zip(rates[:20], rates[1:21], strict=True))
-    assert all(a > b for a, b in zip(rates[20:], rates[21:], strict=False))
-    assert training.learning_rate(1.0, 3.0) == pytest.approx(0) and training.learning_rate(0.02, 3.0) == 3.0
-
-
-def test_weight_decay_only_on_matrices():
-    model = tiny_model(GPTlite)
-    decayed, free = training.make_optimizer(model, 0.1).param_groups
-    assert decayed["weight_decay"] > 0 and free["weight_decay"] == 0
-    names = {id(p): name for name, p in model.named_parameters()}
-    shown = [names[id(p)] for p in decayed["params"]]
-    assert len(shown) + len(free["params"]) == len(names)
-    assert all(name.endswith("weight") and "embedding" not in name and ".ln" not in name for name in shown)
-    assert len(shown) == 2 * 6 + 1
-
-
-def test_optimizer_step_clips_gradients():
-    model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
-    before = model.weight.item()
-    training.optimizer_step(model, optimizer, 1000 * model.weight.sum(), lr=0.5)
-    assert model.weight.item() == pytest.approx(before - 0.5, abs=1e-3)
-
-
-@pytest.mark.parametrize("model_class", [GPTlite, GPTlite_KVCache])
-def test_train_steps(model_class):
-    """The loss falls on a text that repeats; the run follows from the seed alone."""
-    data = torch.arange(400) % 7
-
-    def run(seed=42):
-        model = tiny_model(model_class, dtype=torch.float32)
-        losses = training.train_steps(model, data, 30, 1e-2, 8, 16, seed)
-        assert not model.training
-        return model, losses
-
-    (model, losses), (same_model, same_losses) = run(), run()
-    assert len(losses) == 30 and losses == same_losses
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same_model.parameters(), strict=True))
-    assert sum(losses[-5:]) / 5 < 0.5 * losses[0]
-    assert utils.validation_loss(model, data, 8) < 0.5 * losses[0]
-    assert run(seed=1)[1] != losses
-
-
-def test_train_steps_leaves_frozen_weights():
-    model = tiny_model(GPTlite, dtype=torch.float32)
-    model.token_embedding.weight.requires_grad_(False)
-    before = model.token_embedding.weight.clone()
-    training.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
-    assert torch.equal(model.token_embedding.weight, before)
-
-
-def test_uptrained_losses():
-    data = torch.arange(400) % 7
-    model = tiny_model(GPTlite, dtype=torch.float32)
-    before = utils.validation_loss(model, data, 8)
-    assert training.uptrained_losses(model, data, data, 8, 0) == {"valid_loss": before}
-    losses = training.uptrained_losses(model, data, data, 8, 30, 1e-2, 8, 16)
-    assert losses["valid_loss"] == before and losses["uptrained_loss"] < 0.5 * before
-    assert losses["uptrained_loss"] == utils.validation_loss(model, data, 8)
