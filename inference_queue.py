@@ -3,18 +3,23 @@
 draw_requests() draws what the options name. compare_queue() serves the same requests in several ways that
 take the form function(model, requests, batch_size, seqlen) -> (outputs, n_steps); slot_steps() counts the
 steps in which such a way gives each request its tokens. waiting_figures() makes the figures of a row from the
-times that requests waited (for schedulers inference_clock.py takes them).
+times that requests waited (for schedulers inference_clock.py takes them), fit_step() tells how the time of
+a step grows with its tokens.
 """
 
 import heapq
+import math
 from collections import namedtuple
 from functools import partial
-from statistics import median
+from itertools import pairwise
+from statistics import linear_regression, median
 
 import torch
 
+from gptlite_paged import BlockPool, Sequence
 from inference_utils import (
     TOLERANCE,
+    alternating_ms,
     cache_tensors,
     check_room,
     measure,
@@ -118,6 +123,13 @@ def slots_in_use(steps):
 Way = namedtuple("Way", "name serve model n_slots refill buffers", defaults=[True, None])
 
 
+def check_served(report, name, model, outputs, requests):
+    """Adds a check that each request got the tokens that it gets alone; two logits that tie may swap."""
+    margin = max(1e-3, 2 * TOLERANCE[report.args.dtype])
+    same = served_as_alone(model, outputs, requests, margin)
+    return report.check(f"{name}: each request gets the tokens it gets alone", same)
+
+
 def compare_queue(report, model, requests, ways):
     """Serves the same requests in several ways, in alternation: a row and the checks of each, baseline first.
 
@@ -127,7 +139,6 @@ def compare_queue(report, model, requests, ways):
     Returns: {name: row}.
     """
     lengths, seqlen, rows = [n for _, n in requests], model.seqlen, {}
-    margin = max(1e-3, 2 * TOLERANCE[report.args.dtype])
     timed = [
         TimedMethod(way.name, partial(way.serve, way.model, requests, way.n_slots, seqlen), [way.model])
         for way in ways
@@ -135,8 +146,7 @@ def compare_queue(report, model, requests, ways):
     results = measure(timed, sum(lengths), report.args.repeats)
     for way in ways:
         (outputs, n_steps), steps = results[way.name].output, slot_steps(lengths, way.n_slots, way.refill)
-        same = served_as_alone(model, outputs, requests, margin)
-        report.check(f"{way.name}: each request gets the tokens it gets alone", same)
+        same = check_served(report, way.name, model, outputs, requests)
         counted = max(run.stop for run in steps)
         report.check(f"{way.name}: {counted} steps, as counted", n_steps == counted)
         sizes = [len(prompt) + (n - 1 if way.model is model else 0) for prompt, n in requests]
@@ -196,3 +206,87 @@ def waiting_figures(ttft_runs, gap_runs):
         "tpot_p99_ms": percentile(gaps, 99) if gaps else None,
         "worst_gap_ms": max(gaps) if gaps else None,
     }
+
+
+def waiting_times(arrivals, times):
+    """[(TTFT, TPOT)] of requests: from arrival to first token, and mean from token to token after it.
+
+    TPOT is 0 for a single token: there is nothing to wait for. Requests without tokens are left out.
+    """
+    return [
+        (tokens[0] - arrival, (tokens[-1] - tokens[0]) / max(len(tokens) - 1, 1))
+        for arrival, tokens in zip(arrivals, times, strict=True)
+        if tokens
+    ]
+
+
+def check_runs(report, model, requests, runs):
+    """Checks of runs of the same requests at any arrivals: tokens, their numbers, and no answer too early.
+
+    Args: runs: list of (arrivals, outputs, times), outputs as lists of token ids. Returns: whether all hold.
+    """
+    texts = {str(outputs): outputs for _, outputs, _ in runs}  # one, unless rounding decides a tie
+    same = True
+    for i, outputs in enumerate(texts.values(), 1):
+        outputs = [prompt.new_tensor(ids) for ids, (prompt, _) in zip(outputs, requests, strict=True)]
+        same &= check_served(report, f"text {i} of {len(runs)} runs", model, outputs, requests)
+    counts = all([len(t) for t in times] == [n for _, n in requests] for *_, times in runs)
+    report.check("each request is finished exactly once, with as many tokens as it asked for", counts)
+    after = all(t[0] > at for ats, _, times in runs for at, t in zip(ats, times, strict=True) if t)
+    report.check("no request is served before it arrives", after)
+    return same and counts and after
+
+
+def run_figures(runs):
+    """waiting_figures of runs, a list of (arrivals, outputs, times), times in s."""
+    first = [[1000 * (t[0] - at) for at, t in zip(ats, times, strict=True) if t] for ats, _, times in runs]
+    gaps = [[1000 * (b - a) for t in times for a, b in pairwise(t)] for *_, times in runs]
+    return waiting_figures(first, gaps)
+
+
+def load_figures(waits, max_ttft, max_tpot):
+    """Percentiles of the waits of requests, [(TTFT, TPOT)] in s, and the share that meets both targets."""
+    figures = {}
+    for name, seconds in zip(("TTFT", "TPOT"), zip(*waits, strict=True), strict=True):
+        figures |= {f"{name} p{percent}": 1000 * percentile(seconds, percent) for percent in (50, 90, 99)}
+    met = [ttft <= max_ttft and tpot <= max_tpot for ttft, tpot in waits]
+    return figures | {"meet both": sum(met) / len(met)}
+
+
+def goodput(attained, share=0.9):
+    """The highest rate of {rate: share of its requests that meet both targets} that reaches share, or 0."""
+    return max((rate for rate, reached in attained.items() if reached >= share), default=0.0)
+
+
+def gaps_between(clock, received, start, stop=math.inf):
+    """Times in ms from each token to the next, for tokens of steps start to stop - 1.
+
+    Args: clock: a ServingClock; received: for each of the first requests, the steps that gave its tokens.
+    """
+    gaps = []
+    for i, steps in enumerate(received):
+        pairs = zip(steps[1:], pairwise(clock.received.get(i, [])), strict=True)
+        gaps += [b - a for step, (a, b) in pairs if start <= step < stop]
+    return gaps
+
+
+def fit_step(paged, n_running, text_len, repeats):
+    """What a step of n_running single tokens and a piece of a prompt takes, in texts of text_len tokens.
+
+    Returns: (t0, slope) in ms: about t0 + slope * n for n tokens in all, by the least squares of a few sizes.
+    """
+    pool = BlockPool(paged, (n_running + 1) * -(-text_len // 16))
+    texts = [Sequence(i, [0] * text_len, text_len + 1) for i in range(n_running + 1)]
+    for sequence in texts:
+        pool.grow(sequence, text_len)
+
+    def step(n_piece):
+        work = [(s, 1) for s in texts[:-1]] + [(texts[-1], n_piece)] * (n_piece > 0)
+        for sequence, n in work:
+            sequence.done = text_len - n
+        paged.step(pool, work)
+
+    sizes = {n_running + n: partial(step, n) for n in (0, 8, 24, 56, 120) if n <= text_len}
+    times = alternating_ms(sizes, repeats, pool.kv.device)
+    slope, t0 = linear_regression(list(times), list(times.values()))
+    return t0, slope

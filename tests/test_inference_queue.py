@@ -9,12 +9,16 @@ from helpers import random_tokens, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import inference_queue
 from gptlite import GPTlite
+from gptlite_paged import GPTlite_Paged
 from inference_queue import (
     Way,
     compare_queue,
     draw_requests,
     expected_longest,
+    fit_step,
+    gaps_between,
     make_requests,
     queue_figures,
     slot_steps,
@@ -122,6 +126,32 @@ def test_the_tail_is_that_of_all_runs():
     assert waiting_figures([[5.0]], [[]])["worst_gap_ms"] is None
 
 
+def test_gaps_of_some_steps():
+    ends = [1.0, 3.0, 7.0, 15.0, 31.0]  # when each step ends
+    steps = [[0, 1, 3], [2, 4], []]
+    clock = SimpleNamespace(received={i: [ends[step] for step in run] for i, run in enumerate(steps)})
+    assert gaps_between(clock, steps, 0) == [2.0, 12.0, 24.0]
+    assert gaps_between(clock, steps, 2, 4) == [12.0]
+
+
+def test_a_step_is_fitted_to_a_line(monkeypatch):
+    """Of steps that take 3 ms and 0.5 ms a token; the work is B single tokens and a piece of a prompt."""
+    paged, sizes = tiny_model(GPTlite_Paged), {}
+
+    def times(functions, *_):
+        counts = []
+        hook = paged.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
+        for function in functions.values():
+            function()
+        hook.remove()
+        sizes.update(zip(functions, counts, strict=True))
+        return {n: 3 + 0.5 * n for n in functions}
+
+    monkeypatch.setattr(inference_queue, "alternating_ms", times)
+    assert fit_step(paged, 4, 12, 1) == pytest.approx((3, 0.5))
+    assert sizes == {4: 4, 12: 12}
+
+
 class FakeReport:
     """Keeps rows and checks."""
 
@@ -131,6 +161,7 @@ class FakeReport:
 
     def check(self, name, passed):
         self.checks[name] = passed
+        return passed
 
     def row(self, name, measured, **figures):
         self.rows.append({"method": name, "forward_tokens": measured.forward_tokens} | figures)

@@ -36,6 +36,16 @@ def requests_of(sizes, seed=0):
     return [(random_tokens(1, T, seed + i)[0], n_tokens) for i, (T, n_tokens) in enumerate(sizes)]
 
 
+def refusal(script, options, monkeypatch, capsys):
+    """What a script says when it refuses options, without a report; run in this process, which has torch."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, options)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    out, error = capsys.readouterr()
+    assert end.value.code == 2 and "checks:" not in out
+    return error
+
+
 def alone(model, requests):
     return [generate(model, prompt[None], n_tokens, CONTEXT)[0] for prompt, n_tokens in requests]
 
@@ -200,10 +210,6 @@ def test_script(distilled_checkpoint, tmp_path):
     ids=["one token", "past the context", "too many"],
 )
 def test_scripts_refuse_requests(script, options, message, monkeypatch, capsys, distilled_checkpoint):
-    argv = [script, "--quick", "--checkpoint", str(distilled_checkpoint), *options]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    out, error = capsys.readouterr()
-    assert end.value.code == 2 and "checks:" not in out
+    options = ["--quick", "--checkpoint", distilled_checkpoint, *options]
+    error = refusal(script, options, monkeypatch, capsys)
     assert len(error.splitlines()) == 1 and message in error
