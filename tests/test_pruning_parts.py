@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import inference_utils as utils
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
-from main_pruning import with_kv_cache
-from main_pruning_parts import (
+from gptlite_pruned import with_kv_cache
+from pruning_parts import (
     LayerNorm_Pruned,
     channel_importance,
     mask_channels,
@@ -119,27 +119,28 @@ def test_channel_importance_by_hand():
 # ---- The script ----
 
 
-def test_script(checkpoint, tmp_path):
+def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "figure.png"
-    args = ("--quick", "--repeats", "1", "--json", "-", "--plot", figure)
-    run = run_script("main_pruning_parts.py", *args, checkpoint=checkpoint)
+    args = ("--quick", "--json", "-", "--plot", figure)
+    run = run_script("more/pruning_parts.py", *args, cwd=tmp_path, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     report = run.json
-    assert len(report["checks"]) == 3 and all(report["checks"].values())
+    assert len(report["checks"]) == 4 and all(report["checks"].values())
     whole, neurons, heads, exact, plain = report["rows"]
     assert whole["baseline"]
     for row in (neurons, heads, exact, plain):
-        assert row["n_parameters"] < whole["n_parameters"] and row["step_mb"] < whole["step_mb"]
+        assert row["n_parameters"] < whole["n_parameters"] and row["loss_difference_se"] > 0
         assert row["peak_memory_mb"] < whole["peak_memory_mb"]
     assert exact["n_parameters"] == plain["n_parameters"]
-    # heads take their cache along
+    # heads take their cache along: 2 of 3 stay
     cache = [row["kv_bytes_per_token"] for row in report["rows"]]
-    assert cache == [18432, 18432, 12288, 18432, 18432]
+    assert cache == [4608, 4608, 3072, 4608, 4608]
     (parts,) = report["sweeps"].values()
-    assert [row["part"] for row in parts] == ["neurons", "heads", "channels, exact", "channels, plain"]
-    if checkpoint == utils.GPTLITE_CKPT_PATH:
+    assert [row["part"] for row in parts] == ["neurons", "heads", "channels (exact)", "channels (plain)"]
+    if distilled_checkpoint == utils.GPTLITE_DISTILLED_CKPT_PATH:
         assert all(row["rise of the loss"] > 0 for row in parts)
-    assert len(report["why"]) >= 3 and figure.read_bytes().startswith(b"\x89PNG")
+        assert exact["valid_loss"] < plain["valid_loss"]
+    assert len(report["why"]) == 4 and figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_channels_pruned_twice():

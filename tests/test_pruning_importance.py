@@ -12,8 +12,8 @@ from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
 import inference_utils as utils
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
-from main_pruning_importance import magnitude, score_units, taylor
-from main_pruning_refit import structures
+from pruning_importance import magnitude, score_units, taylor
+from pruning_refit import structures
 
 H, D, N = 4, 8, 128
 CONTEXT, L = 16, 2
@@ -48,6 +48,13 @@ def test_magnitude_ignores_the_scale_of_a_neuron():
     assert_close(magnitude(*structures(model, "neurons")[0]), before)
 
 
+def test_activations_are_those_of_the_windows():
+    """Of the same windows as the moments: the mean of a neuron that is never negative is its mean size."""
+    scores, moments = score_units(model_of(), DATA, 8, CONTEXT, batch_size=3)
+    for layer, (mean, _) in enumerate(moments["neurons"]):
+        assert_close(scores["neurons"]["activation"][layer] / (8 * CONTEXT), mean)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_taylor_by_hand(kind):
     model = model_of()
@@ -76,7 +83,8 @@ def test_scores_depend_on_the_text_and_the_seed_alone():
             assert importance.shape == (L, UNITS[kind]) and (importance >= 0).all()
             assert_close(importance, others[kind][name])
     assert not torch.equal(
-        score_units(model, DATA, 8, CONTEXT, seed=4)[0]["heads"]["random"], scores["heads"]["random"]
+        score_units(model, DATA, 8, CONTEXT, seed=4)[0]["heads"]["random choice"],
+        scores["heads"]["random choice"],
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -84,35 +92,35 @@ def test_scores_depend_on_the_text_and_the_seed_alone():
 # ---- The script ----
 
 
-def test_script(checkpoint, tmp_path):
+def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "figure.png"
     args = ("--quick", "--json", "-", "--plot", figure)
-    run = run_script("main_pruning_importance.py", *args, checkpoint=checkpoint)
+    run = run_script("more/pruning_importance.py", *args, cwd=tmp_path, checkpoint=distilled_checkpoint)
     report = run.json
-    assert report is not None, run.stderr
-    checks = report["checks"]
-    if checkpoint == utils.GPTLITE_CKPT_PATH:
-        assert run.status == 0, run.stdout
-    else:  # untrained: all neurons are as good
-        checks = {name: passed for name, passed in checks.items() if name.startswith("no ")}
-    assert len(checks) >= 2 and all(checks.values()), checks
+    assert run.status == 0, run.stderr + run.stdout
+    assert len(report["checks"]) == 2 and all(report["checks"].values())
     dense, *rows = report["rows"]
-    assert dense["baseline"] and len(rows) == 7
-    for row in rows:
-        assert row["n_parameters"] < dense["n_parameters"] and row["distilled_loss"] is not None
-        assert (row["explained"] is not None) == row["method"].split(",")[0].endswith("refit")
+    assert dense["baseline"] and dense["loss_difference"] is None and len(rows) == 2 * 7
+    for pruned, distilled in zip(rows[::2], rows[1::2], strict=True):
+        assert distilled["method"] == pruned["method"] + ", distilled"
+        assert pruned["n_parameters"] == distilled["n_parameters"] < dense["n_parameters"]
+        assert (pruned["explained"] is not None) == pruned["method"].split(",")[0].endswith("refit")
+        assert pruned["loss_difference_se"] > 0 and distilled["loss_difference_se"] > 0
     pruned, distilled, heads = report["sweeps"].values()
-    assert [row["decided by"] for row in pruned] == [row["decided by"] for row in distilled]
-    loss = {row["decided by"]: row["30%"] for row in pruned}
-    if checkpoint == utils.GPTLITE_CKPT_PATH:
-        assert loss["activation x column + refit"] < loss["activation x column"] < loss["random"]
-        assert loss["Taylor + refit"] < loss["Taylor"] < loss["random"]
-    assert len(heads) == 7 and report["why"] and figure.read_bytes().startswith(b"\x89PNG")
+    ways = [row["decided by"] for row in pruned]
+    assert ways == [row["decided by"] for row in distilled] == [row["decided by"] for row in heads]
+    assert "all losses over 4 windows" in report["technique"] and len(ways) == 7
+    assert all("over 4 windows" in title for title in report["sweeps"])
+    loss = {row["decided by"]: row["30"] for row in pruned}
+    if distilled_checkpoint == utils.GPTLITE_DISTILLED_CKPT_PATH:
+        assert loss["activation x column + refit"] < loss["activation x column"] < loss["random choice"]
+        assert loss["Taylor + refit"] < loss["Taylor"] < loss["random choice"]
+    assert len(report["why"]) == 4 and figure.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("percent", ["-1", "100"])
 def test_script_refuses_shares_out_of_range(percent, monkeypatch, capsys):
-    script = str(ROOT / "main_pruning_importance.py")
+    script = str(ROOT / "more" / "pruning_importance.py")
     monkeypatch.setattr(sys, "argv", [script, "--removed", percent])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(script, run_name="__main__")

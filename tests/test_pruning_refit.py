@@ -10,8 +10,8 @@ import inference_utils as utils
 from gptlite import GPTlite
 from gptlite_gqa import GPTlite_GQA
 from main_pruning import keep_largest, mask, prune
-from main_pruning_importance import score_units
-from main_pruning_refit import contribution, input_moments, prune_units, refit, structures
+from pruning_importance import score_units
+from pruning_refit import contribution, input_moments, prune_units, refit, structures
 
 H, D, E, N = 4, 8, 32, 128
 CONTEXT, L = 16, 2
@@ -116,7 +116,7 @@ def test_refit_lowers_the_error_of_every_layer(kind):
     scores, moments = score_units(model, DATA, 24, CONTEXT)
     inputs = [inputs_of(model, output, windows) for _, output, _ in structures(model, kind)]
     for layer, (_, output, size) in enumerate(structures(model, kind)):
-        kept = keep_largest(scores[kind]["random"][layer], UNITS[kind] // 2)
+        kept = keep_largest(scores[kind]["random choice"][layer], UNITS[kind] // 2)
         columns = (kept[:, None] * size + torch.arange(size)).flatten()
         x, wanted = inputs[layer], output(inputs[layer])  # [N, in], [N, E]
         plain = x[:, columns] @ output.weight[:, columns].T + output.bias  # [N, E]
@@ -148,29 +148,35 @@ def test_prune_units_without_refit_is_prune(kind):
     model, tokens = model_of(), random_tokens(2, CONTEXT)
     importance = score_units(model, DATA, 8, CONTEXT)[0][kind]["activation"]
     pruned, explained = prune_units(copy.deepcopy(model), kind, importance, 3)
-    how = (importance, torch.zeros(L, N), 3, N) if kind == "heads" else (torch.zeros(L, H), importance, H, 3)
+    sizes = (
+        (importance, torch.zeros(L, N), 3, N) if kind == "heads" else (torch.zeros(L, H), importance, H, 3)
+    )
     assert explained is None
-    assert torch.equal(pruned(tokens), prune(copy.deepcopy(model), *how)(tokens))
-    assert_close(pruned(tokens), mask(copy.deepcopy(model), *how)(tokens))
+    assert torch.equal(pruned(tokens), prune(copy.deepcopy(model), *sizes)(tokens))
+    assert_close(pruned(tokens), mask(copy.deepcopy(model), *sizes)(tokens))
 
 
 # ---- The script ----
 
 
-def test_script(checkpoint):
-    run = run_script("main_pruning_refit.py", "--quick", "--json", "-", checkpoint=checkpoint)
+def test_script(distilled_checkpoint, tmp_path):
+    args = ("--quick", "--json", "-")
+    run = run_script("more/pruning_refit.py", *args, cwd=tmp_path, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     report = run.json
     assert len(report["checks"]) == 2 and all(report["checks"].values())
-    whole, neurons, heads = report["rows"]
+    whole, neurons, neurons_refitted, heads, heads_refitted = report["rows"]
     assert whole["baseline"]
-    for row in (neurons, heads):
-        assert row["n_parameters"] < whole["n_parameters"] and 0 < row["explained"] < 1
+    for cut, repaired in ((neurons, neurons_refitted), (heads, heads_refitted)):
+        assert cut["n_parameters"] == repaired["n_parameters"] < whole["n_parameters"]
+        assert cut.get("explained") is None and 0 < repaired["explained"] < 1
+        assert cut["loss_difference_se"] > 0 and repaired["loss_difference_se"] > 0
     (texts,) = report["sweeps"].values()
     assert texts[0]["explained on them"] > texts[-1]["explained on them"]
-    if checkpoint == utils.GPTLITE_CKPT_PATH:  # a regression on too little text learns it by heart
-        assert texts[0]["loss"] > texts[-1]["loss"]
-        assert whole["valid_loss"] < neurons["refitted_loss"] < neurons["valid_loss"]
+    if distilled_checkpoint == utils.GPTLITE_DISTILLED_CKPT_PATH:
+        assert texts[0]["loss"] > texts[-1]["loss"]  # a regression on too little text learns it by heart
+        assert whole["valid_loss"] < neurons_refitted["valid_loss"] < neurons["valid_loss"]
+    assert len(report["why"]) == 4
 
 
 def test_refit_of_shared_heads_repairs_those_that_stay():
