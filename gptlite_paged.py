@@ -1,126 +1,61 @@
-"""GPTlite over a paged KV cache: memory is cut into blocks, and each sequence has a table of its blocks.
+"""GPTlite over a paged KV cache: each sequence attends over its own blocks, which lie anywhere in one pool.
 
-A contiguous cache reserves room for the longest text a sequence might become. Here block j of a sequence
-may lie anywhere in one pool, and is taken when token j * block_size is about to be written; sequences can
-share blocks. A step computes one flat batch of tokens, [N, E]: one token of each running sequence, and
-prompts or pieces of prompts. All keys and values of a step are written before any attention reads, and each
-sequence attends over its own blocks, gathered. Exact: attention is a sum over keys, wherever they lie.
+A table tells where the blocks of a sequence are (gptlite_blocks.py). Exact: attention is a sum over keys,
+wherever they lie. First the naive form, one sequence at a time; then the one that the model uses, in which a
+step computes one flat batch of tokens, [N, E]: one token of each running sequence, and prompts or pieces of
+prompts. All keys and values of a step are written before any attention reads.
 
-The parts: Sequence, BlockPool (memory, reference counts, free list), GPTlite_Paged (the model),
-choose_tokens. What to compute, share, free or evict is decided by the schedulers and caches on top of it:
-main_paged_attention.py, main_block_cache.py, main_radix_cache.py, main_chunked_prefill.py.
+What to compute, share, free or evict is decided on top of it: main_paged_attention.py, main_block_cache.py,
+main_radix_cache.py, main_chunked_prefill.py.
 
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
 """
 
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass, field
+from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 
 from gptlite import Block, GPTlite, MultiHeadAttention
+from gptlite_blocks import BlockPool, Sequence  # noqa: F401 (who uses the model finds its pool here as well)
 
 
-@dataclass(eq=False)  # two requests with equal tokens are still two sequences
-class Sequence:
-    """A text in progress. Its tokens 0 to done - 1 have keys and values in the blocks of its table.
+def paged_attention(Q, kv, tables, lengths):
+    """One new query a sequence over blocks that lie anywhere: gather by table, then attend.
 
-    Token t lies in block table[t // block_size], row t % block_size. The newest token is never in the cache:
-    it is computed by the step that chooses its successor, so a sequence that runs has one pending token.
+    Args: Q [B, H, D]; kv: one layer of the pool [blocks, block_size, 2, H, D]; tables: the block numbers of
+        each sequence; lengths: how many tokens each has.
+    Returns: [B, H, D].
     """
-
-    request: int  # number of the request: sampling depends on it and the position alone
-    ids: list  # token ids, prompt and answer so far
-    end: int  # how many tokens they will be
-    n_prompt: int = 0  # set from ids
-    done: int = 0  # tokens that are in the cache
-    table: list = field(default_factory=list)  # block numbers; with block_size 1 they are slots of tokens
-
-    def __post_init__(self):
-        self.n_prompt = self.n_prompt or len(self.ids)
-
-    @property
-    def pending(self):
-        """How many tokens still have to be computed before the next can be chosen."""
-        return len(self.ids) - self.done
-
-    @property
-    def finished(self):
-        return len(self.ids) >= self.end
+    out = []
+    for q, table, n in zip(Q, tables, lengths, strict=True):
+        K, V = kv[table].flatten(0, 1)[:n].permute(1, 2, 0, 3)  # [H, n, D] each
+        out.append(F.scaled_dot_product_attention(q[:, None], K, V)[:, 0])  # [H, D]
+    return torch.stack(out)  # [B, H, D]
 
 
-class BlockPool:
-    """All blocks of the cache: their memory, how many sequences use each, and which are free.
+def padded_paged_attention(Q, kv, slots, hidden):
+    """paged_attention of all sequences in one call, padded to the longest.
 
-    The free list is ordered, least recently freed first, and freeing does not erase: a cache may remember
-    what is in a free block, and share() takes it back until allocate() has handed it out. A subclass may
-    override allocate(), to forget what was in the blocks or to evict first: grow() calls it.
-
-    Args: model: a GPTlite, for shapes, dtype and device; n_blocks; block_size: tokens in a block.
+    Args: Q [B, H, D]; kv: one layer of the pool, by slots [blocks * block_size, 2, H, D]; slots: places of
+        the keys [B, S]; hidden: what is added to the scores, -inf behind a text's end, else 0 [B, 1, 1, S].
+    Returns: [B, H, D].
     """
+    gathered = kv.index_select(0, slots.flatten()).view(*slots.shape, *kv.shape[1:])  # [B, S, 2, H, D]
+    K, V = gathered.permute(2, 0, 3, 1, 4)  # [B, H, S, D] each
+    return F.scaled_dot_product_attention(Q[:, :, None], K, V, hidden)[:, :, 0]  # [B, H, D]
 
-    def __init__(self, model, n_blocks, block_size=16):
-        if n_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool of {n_blocks} blocks of {block_size} tokens: both must be at least 1")
-        mha, weight = model.blocks[0].mha, model.position_embedding.weight
-        shape = (len(model.blocks), n_blocks, block_size, 2, mha.n_heads, mha.d_head)
-        self.kv = torch.zeros(
-            shape, dtype=weight.dtype, device=weight.device
-        )  # [L, blocks, block_size, 2, H, D]
-        self.n_blocks, self.block_size = n_blocks, block_size
-        self.ref = [0] * n_blocks  # users of each block
-        self.free = OrderedDict.fromkeys(range(n_blocks))  # keys: the blocks with ref 0, the oldest first
 
-    def blocks_for(self, n_tokens):
-        """How many blocks n_tokens of a sequence take."""
-        return -(-n_tokens // self.block_size)
+def chunk_attention(Q, kv, slots, visible):
+    """Attention of several successive tokens of one sequence.
 
-    def n_missing(self, sequence, n):
-        """How many blocks the sequence lacks to compute n more tokens."""
-        return max(self.blocks_for(sequence.done + n) - len(sequence.table), 0)
-
-    def allocate(self, n):
-        """Takes n free blocks, those freed longest ago, for one user; ValueError if there are fewer."""
-        if n > len(self.free):
-            raise ValueError(f"{n} blocks wanted, {len(self.free)} of {self.n_blocks} are free")
-        blocks = [self.free.popitem(last=False)[0] for _ in range(n)]
-        for block in blocks:
-            self.ref[block] = 1
-        return blocks
-
-    def share(self, blocks):
-        """One more user for each of these blocks; a free one leaves the free list, contents untouched."""
-        for block in blocks:
-            self.free.pop(block, None)
-            self.ref[block] += 1
-
-    def release(self, blocks):
-        """One user less for each of these blocks; those without users become free.
-
-        The last block of a text comes first in the free list: the start of a text is worth most to others.
-        Raises ValueError for a block that has no user.
-        """
-        for block in reversed(blocks):
-            if self.ref[block] < 1:
-                raise ValueError(f"block {block} is released more often than it was taken")
-            self.ref[block] -= 1
-            if self.ref[block] == 0:
-                self.free[block] = None
-
-    def grow(self, sequence, n):
-        """Extends the sequence's table so that n more tokens can be computed; ValueError as allocate()."""
-        sequence.table += self.allocate(self.n_missing(sequence, n))
-
-    def drop(self, sequence):
-        """Releases all blocks of the sequence; it can start again from its tokens."""
-        self.release(sequence.table)
-        sequence.table, sequence.done = [], 0
-
-    def slots(self, table, start, stop):
-        """Places of tokens start to stop - 1 in the pool, block * block_size + row, as a list."""
-        size = self.block_size
-        return [table[t // size] * size + t % size for t in range(start, stop)]
+    Args: Q [Sq, H, D]; kv as above; slots: places of the keys [Sk]; visible: True where a query may see a
+        key [Sq, Sk].
+    Returns: [Sq, H, D].
+    """
+    K, V = kv.index_select(0, slots).permute(1, 2, 0, 3)[:, None]  # [1, H, Sk, D] each
+    out = F.scaled_dot_product_attention(Q[None].transpose(1, 2), K, V, visible)  # [1, H, Sq, D]
+    return out[0].transpose(0, 1)  # [Sq, H, D]
 
 
 # What a forward must know about its N tokens: first n single tokens, then the chunks, one after the other.
@@ -135,27 +70,18 @@ class MultiHeadAttention_Paged(MultiHeadAttention):
 
     def forward(self, x, kv, step):
         """[N, E] -> [N, E]; writes keys and values into this layer's kv [slots, 2, H, D]."""
-        N, n, out = len(x), len(step.keys), []
-        Q, K, V = (
-            project(x).view(N, self.n_heads, self.d_head)
-            for project in (self.query_proj, self.key_proj, self.value_proj)
-        )
+        shape, n, out = (len(x), self.n_heads, self.d_head), len(step.keys), []
+        Q, K, V = (project(x).view(shape) for project in (self.query_proj, self.key_proj, self.value_proj))
         kv[step.slots] = torch.stack([K, V], dim=1)  # [N, 2, H, D]
-        if n > 0:  # the running sequences in one call, padded to the longest
-            gathered = kv.index_select(0, step.keys.flatten()).view(n, -1, *kv.shape[1:])  # [n, S, 2, H, D]
-            keys, values = gathered.permute(2, 0, 3, 1, 4)  # [n, H, S, D]
-            seen = F.scaled_dot_product_attention(Q[:n, :, None], keys, values, step.hidden)  # [n, H, 1, D]
-            out.append(seen.flatten(1))  # [n, H*D]
+        if n > 0:
+            out.append(padded_paged_attention(Q[:n], kv, step.keys, step.hidden))  # [n, H, D]
         for rows, slots, visible in step.chunks:
-            keys, values = kv.index_select(0, slots).permute(1, 2, 0, 3)[:, None]  # [1, H, Sk, D]
-            q = Q[None, rows].transpose(1, 2)  # [1, H, Sq, D]
-            seen = F.scaled_dot_product_attention(q, keys, values, visible)  # [1, H, Sq, D]
-            out.append(self.merge_heads(seen)[0])  # [Sq, H*D]
-        return self.out_proj(torch.cat(out))  # [N, E]
+            out.append(chunk_attention(Q[rows], kv, slots, visible))  # [Sq, H, D]
+        return self.out_proj(torch.cat(out).flatten(1))  # [N, E]
 
 
 class Block_Paged(Block):
-    """Block that hands pool and step through."""
+    """A block that passes the pool's memory and the step on to its attention."""
 
     mha_class = MultiHeadAttention_Paged
 

@@ -10,16 +10,19 @@ import torch
 from data.shakespeare import check_length
 
 
-def make_workloads(data, n_requests, n_new=28, generator=None):
+def make_workloads(data, n_requests, n_new=28, seed=0):
     """Ways in which prompts share their beginnings, within a context of 256.
 
     Args: data: token ids [N]; n_requests: of each workload (chats: conversations of 4 turns, half as many);
-        n_new: at most 28 tokens of an answer in a chat; elsewhere at most 8.
+        n_new: at most 28 tokens of an answer in a chat; elsewhere at most 8; seed: of what is drawn.
     Returns: {name: (chats, n_new)}: chats is a list of conversations, each a list of messages (lists of
         token ids); n_new is the length of every answer. Shared lengths are no multiples of 16 on purpose.
-    Raises ValueError for data shorter than the context.
+    Raises ValueError for data shorter than the context, and for answers that would leave it.
     """
+    if not 1 <= n_new <= 28:
+        raise ValueError(f"answers of {n_new} tokens: 1 to 28 fit the context in a chat of four turns")
     check_length(data, 256)
+    generator = torch.Generator().manual_seed(seed)
 
     def texts(n, length):
         starts = torch.randint(len(data) - length, (n,), generator=generator).tolist()

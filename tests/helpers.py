@@ -108,7 +108,7 @@ class RecordingModel:
     """
 
     def __init__(self, paged, think=False):
-        self.paged, self.think = paged, think
+        self.paged, self.think, self.parameters = paged, think, paged.parameters
         self.blocks, self.seqlen, self.calls = paged.blocks, 16, []
 
     def step(self, pool, work):
@@ -173,3 +173,18 @@ def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
     if report is not None:
         check_schema(report, script)
     return SimpleNamespace(status=run.returncode, json=report, stdout=run.stdout, stderr=run.stderr)
+
+
+def large_scores(dtype):
+    """Cases whose scores overflow 16 bits before they are scaled: (Q, K, V [1, 1, 2, 64], causal output).
+
+    Two equal keys, then a second key ten times larger, as channels of outliers make them; values 1 and 3.
+    """
+    Q = torch.full((1, 1, 2, 64), 40.0, dtype=dtype)
+    V = torch.ones_like(Q)
+    V[:, :, 1] = 3.0
+    for factor, last in ((1.0, 2.0), (10.0, 3.0)):
+        K, expected = Q.clone(), torch.ones_like(Q)
+        K[:, :, 1] *= factor
+        expected[:, :, 1] = last
+        yield Q, K, V, expected

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlite import GPTlite
-from gptlite_paged import BlockPool, GPTlite_Paged, Sequence, choose_tokens
+from gptlite_paged import (
+    BlockPool,
+    GPTlite_Paged,
+    Sequence,
+    choose_tokens,
+    chunk_attention,
+    padded_paged_attention,
+    paged_attention,
+)
 
 MODEL, PAGED = tiny_model(GPTlite), tiny_model(GPTlite_Paged)
 
@@ -35,6 +43,89 @@ def alone(prompt, n_tokens, request=0, temperature=0.0):
 def assert_clean(pool):
     assert pool.ref == [0] * pool.n_blocks
     assert sorted(pool.free) == list(range(pool.n_blocks))
+
+
+# The naive form, and the fast ones against it
+
+
+def scattered(lengths, block_size, seed=0, dtype=torch.float64, n_heads=2, d_head=4):
+    """One layer of a pool in which texts of these lengths lie anywhere, all else NaN; queries; tables."""
+    generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+    n_each = [-(-n // block_size) for n in lengths]
+    order = draw.sample(range(sum(n_each) + 3), sum(n_each))
+    tables = [[order.pop() for _ in range(n)] for n in n_each]
+    kv = torch.full((sum(n_each) + 3, block_size, 2, n_heads, d_head), float("nan"), dtype=dtype)
+    for table, n in zip(tables, lengths, strict=True):
+        for t in range(n):
+            drawn = torch.randn(2, n_heads, d_head, generator=generator, dtype=torch.float64)
+            kv[table[t // block_size], t % block_size] = drawn.to(dtype)
+    Q = torch.randn(len(lengths), n_heads, d_head, generator=generator, dtype=torch.float64).to(dtype)
+    return Q, kv, tables
+
+
+def padded(Q, kv, tables, lengths):
+    """padded_paged_attention, its slots and mask as the model makes them."""
+    pool = BlockPool(PAGED, len(kv), kv.shape[1])
+    pool.kv = pool.kv.to(Q.dtype)
+    sequences = [
+        Sequence(i, [0] * n, n + 1, done=n - 1, table=table)
+        for i, (table, n) in enumerate(zip(tables, lengths, strict=True))
+    ]
+    slots, hidden = PAGED.padded_keys(pool, sequences, torch.tensor(lengths) - 1)
+    return padded_paged_attention(Q, kv.flatten(0, 1), slots, hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_padded_attention_equals_the_naive_one(block_size, dtype):
+    lengths = [1, 3, 4, 5, 9, 17]
+    Q, kv, tables = scattered(lengths, block_size, block_size, dtype)
+    naive = paged_attention(Q, kv, tables, lengths)
+    assert naive.shape == Q.shape
+    assert_close(padded(Q, kv, tables, lengths), naive)
+    exact = paged_attention(Q.double(), kv.double(), tables, lengths)
+    assert_close(naive, exact, {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 2e-2))
+
+
+def test_naive_attention_by_hand():
+    """Block 1 holds the text, block 0 nothing: the mean of values 1 and 3, and 1 for a text of one token."""
+    kv = torch.full((2, 2, 2, 1, 1), float("nan"))
+    kv[1, :, 0], kv[1, :, 1, 0, 0] = 0.0, torch.tensor([1.0, 3.0])
+    out = paged_attention(torch.ones(2, 1, 1), kv, [[1], [1]], [2, 1])
+    assert out.flatten().tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("n_new", [1, 2, 5, 9])
+def test_chunks_equal_the_naive_form_query_by_query(n_new):
+    """Query i of a chunk is a single query over the tokens up to its own."""
+    Q, kv, (table,) = scattered([9], 4)
+    Q = torch.randn(n_new, 2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    visible = torch.ones(n_new, 9, dtype=torch.bool).tril(9 - n_new)  # [Sq, Sk]
+    slots = torch.tensor(BlockPool(PAGED, len(kv), 4).slots(table, 0, 9))
+    lengths = list(range(10 - n_new, 10))
+    expected = paged_attention(Q, kv, [table] * n_new, lengths)
+    assert_close(chunk_attention(Q, kv.flatten(0, 1), slots, visible), expected)
+
+
+@pytest.mark.parametrize("form", ["naive", "padded", "chunk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_that_overflow_16_bits(form, dtype):
+    """d = 64, all of q and k 40, two equal keys with values 1 and 3: 2; a key ten times larger wins alone."""
+    for factor, right in ((1.0, 2.0), (10.0, 3.0)):
+        Q, kv = torch.full((1, 1, 64), 40.0, dtype=dtype), torch.full((1, 2, 2, 1, 64), 40.0, dtype=dtype)
+        kv[0, 1, 0] *= factor
+        kv[0, :, 1] = torch.tensor([1.0, 3.0], dtype=dtype)[:, None, None]
+        if form == "naive":
+            out = paged_attention(Q, kv, [[0]], [2])
+        elif form == "padded":
+            out = padded(Q, kv, [[0]], [2])
+        else:
+            visible = torch.ones(1, 2, dtype=torch.bool)
+            out = chunk_attention(Q, kv.flatten(0, 1), torch.tensor([0, 1]), visible)
+        assert_close(out, torch.full_like(out, right))
+
+
+# The model
 
 
 @given(st.integers(0, 10**6), st.integers(1, 16), st.sampled_from([0.0, 1.0]))

@@ -14,7 +14,7 @@ from test_main_paged_attention import refusal
 from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
 from gptlite_paged import Sequence, choose_tokens
 from inference_serving import PagedScheduler
-from main_paged_sharing import SharingPool, beam_search, beam_search_contiguous, parallel_samples
+from paged_sharing import SharingPool, beam_search, beam_search_contiguous, parallel_samples
 
 
 def poisoned(n_blocks, block_size):
@@ -166,7 +166,7 @@ def test_beams(seed, length, n_tokens, n_beams, block_size):
 
 
 def test_script(checkpoint):
-    run = run_script("main_paged_sharing.py", "--quick", "--json", "-", checkpoint=checkpoint)
+    run = run_script("more/paged_sharing.py", "--quick", "--json", "-", checkpoint=checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     assert all(run.json["checks"].values())
     rows = {row["method"]: row for row in run.json["rows"]}
@@ -182,4 +182,4 @@ def test_script(checkpoint):
 )
 def test_bad_input(checkpoint, option, value, monkeypatch, capsys):
     options = [option, value, "--checkpoint", checkpoint]
-    assert f"{option} {value}" in refusal("main_paged_sharing.py", options, monkeypatch, capsys)
+    assert f"{option} {value}" in refusal("more/paged_sharing.py", options, monkeypatch, capsys)

@@ -8,11 +8,12 @@ from helpers import RecordingModel, assert_close, random_tokens, run_script, tin
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.workloads import make_workloads
 from gptlite import GPTlite
+from gptlite_blocks import block_keys
 from gptlite_paged import GPTlite_Paged, Sequence, choose_tokens
-from inference_serving import serve_chats, working_set
-from main_block_cache import BlockCache, BlockCacheScheduler, block_keys
+from inference_scheduling import PagedScheduler
+from inference_serving import serve_chats
+from main_block_cache import BlockCache
 from main_kvcache import generate
 
 MODEL, PAGED = tiny_model(GPTlite), tiny_model(GPTlite_Paged)
@@ -85,7 +86,7 @@ def test_every_request_gets_what_it_gets_alone(seed, block_size, temperature):
     draw = random.Random(seed)
     smallest = -(-16 // block_size)
     cache = poisoned(draw.randint(smallest, 3 * smallest), block_size)
-    scheduler = BlockCacheScheduler(PAGED, cache, draw.randint(1, 5), temperature)
+    scheduler = PagedScheduler(PAGED, cache, max_running=draw.randint(1, 5), temperature=temperature)
     requests = tree_of_texts(draw, 8)
     sequences = run(scheduler, requests)
     for i, (ids, n) in enumerate(requests):
@@ -97,11 +98,11 @@ def test_every_request_gets_what_it_gets_alone(seed, block_size, temperature):
 def test_only_full_blocks_are_shared_at_every_step():
     """PC-6: a common beginning of 6 with blocks of 4, texts that part at the 7th token, decoded in turns."""
     cache, common = poisoned(8, 4), [3, 1, 4, 1, 5, 9]
-    scheduler = BlockCacheScheduler(PAGED, cache)
-    sequences = [Sequence(i, [*common, token], 11) for i, token in enumerate((2, 7))]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    shared = set()
+    scheduler = PagedScheduler(PAGED, cache)
+    sequences, shared = [Sequence(i, [*common, token], 11) for i, token in enumerate((2, 7))], set()
+    scheduler.add(sequences[0])
+    scheduler.step()
+    scheduler.add(sequences[1])
     while scheduler.waiting or scheduler.running:
         scheduler.step()
         for sequence in scheduler.running:
@@ -115,12 +116,13 @@ def test_only_full_blocks_are_shared_at_every_step():
 
 @pytest.mark.parametrize("n_tokens", [(3, 3), (1, 6)])
 def test_identical_requests_in_one_step(n_tokens):
-    """PC-3: the second shares the blocks that the first fills in the same step; a third copy hits later."""
+    """PC-3: both compute what nobody has computed before; no block is lost, and a third copy hits."""
     ids, cache = random_tokens(1, 9)[0].tolist(), poisoned(10, 4)
-    scheduler = BlockCacheScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequences = run(scheduler, [(ids, n) for n in n_tokens])
-    assert scheduler.found == [(0, 9, 0), (1, 9, 8)]
+    assert scheduler.found == [(0, 9, 0), (1, 9, 0)]
     assert [s.ids for s in sequences] == [alone(ids, n) for n in n_tokens]
+    assert len(cache.block_of) == (9 + max(n_tokens) - 1) // 4  # one copy of each text is findable
     assert_clean(cache)
     third = run(scheduler, [(ids, 4)])
     assert scheduler.found[-1] == (0, 9, 8)
@@ -132,7 +134,7 @@ def test_evicted_blocks_are_not_found():
     """PC-4: a pool of 3 blocks; A fills 2 and ends, B fills all 3, A comes again."""
     a, b = random_tokens(1, 8)[0].tolist(), random_tokens(1, 12, 1)[0].tolist()
     cache = poisoned(3, 4)
-    scheduler = BlockCacheScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     run(scheduler, [(a, 1)])
     assert len(cache.block_of) == 2
     run(scheduler, [(b, 1)])
@@ -147,7 +149,7 @@ def test_evicted_blocks_are_not_found():
 def test_a_prefix_is_not_changed_by_its_users():
     """PC-7: P + S1, P + S2, P + S1 again."""
     p, cache = random_tokens(1, 8)[0].tolist(), poisoned(12, 4)
-    scheduler, outputs = BlockCacheScheduler(PAGED, cache), []
+    scheduler, outputs = PagedScheduler(PAGED, cache), []
     for end in ([1, 2], [3], [1, 2]):
         before = cache.kv[:, cache.match([*p, 0])].clone()
         outputs.append(run(scheduler, [(p + end, 5)])[0].ids)
@@ -164,7 +166,7 @@ def test_prompts_that_are_in_the_cache_as_a_whole(block_size):
     ids = random_tokens(1, 16)[0].tolist()
     for length in range(1, 16):
         cache = poisoned(2 * (-(-16 // block_size)), block_size)
-        scheduler = BlockCacheScheduler(PAGED, cache)
+        scheduler = PagedScheduler(PAGED, cache)
         run(scheduler, [(ids[:length], 1)])
         again = run(scheduler, [(ids[:length], 2)])[0]
         assert scheduler.found[-1] == (0, length, (length - 1) // block_size * block_size)
@@ -176,7 +178,7 @@ def test_preempted_requests_hit_their_own_blocks():
     """CB-2: a pool for 1.5 of two requests; what is computed again is less than without the cache."""
     prompts = random_tokens(2, 6).tolist()
     cache = poisoned(6, 4)
-    scheduler = BlockCacheScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequences = run(scheduler, [(ids, 10) for ids in prompts])
     assert scheduler.n_preempted >= 1
     assert [s.ids for s in sequences] == [alone(ids, 10) for ids in prompts]
@@ -188,7 +190,7 @@ def test_preempted_requests_hit_their_own_blocks():
 def test_generated_tokens_are_found_as_their_blocks_fill():
     """A turn's answer is part of the next turn's prompt; the newest token is in no block."""
     ids, cache = random_tokens(1, 5)[0].tolist(), poisoned(8, 4)
-    scheduler = BlockCacheScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequence = Sequence(0, list(ids), 13)
     scheduler.add(sequence)
     while not sequence.finished:
@@ -201,7 +203,7 @@ def test_generated_tokens_are_found_as_their_blocks_fill():
 
 def test_least_recently_used_block_leaves_and_ends_of_texts_first():
     cache = poisoned(6, 2)
-    scheduler = BlockCacheScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     a, b, c = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
     for ids in (a, b, [*a, 0]):
         run(scheduler, [(ids, 1)])  # a is now the more recent one
@@ -216,7 +218,7 @@ def test_least_recently_used_block_leaves_and_ends_of_texts_first():
 def test_blocks_in_use_are_never_handed_out():
     """A long-running text and many others through a pool that is always full."""
     cache = poisoned(6, 4)
-    scheduler = BlockCacheScheduler(PAGED, cache, max_running=2)
+    scheduler = PagedScheduler(PAGED, cache, max_running=2)
     sequences = [Sequence(0, [1, 2, 3], 17)] + [Sequence(i, [i, 3, 5, 7], 6) for i in range(1, 9)]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -232,23 +234,11 @@ def test_blocks_in_use_are_never_handed_out():
 def test_schedule_by_a_fake_model():
     """Hits in the free list are not free for anything else: with 3 blocks the second has to wait."""
     model = RecordingModel(PAGED)
-    scheduler = BlockCacheScheduler(model, BlockCache(model, 3, 2))
+    scheduler = PagedScheduler(model, BlockCache(model, 3, 2))
     run(scheduler, [([1, 2, 3], 1)])
     sequences = run(scheduler, [([1, 2, 3, 9], 2), ([7, 7, 7, 7], 2)])
     assert [s.ids for s in sequences] == [[1, 2, 3, 9, 10, 11], [7, 7, 7, 7, 8, 9]]
     assert model.calls == [[(0, 0, 3)], [(0, 2, 2)], [(0, 4, 1)], [(1, 0, 4)], [(1, 4, 1)]]
-
-
-def test_keys():
-    """A block's key holds all that is before it; halves that are swapped differ; a root separates users."""
-    one = list(block_keys([1, 2, 3, 4, 5], 2))
-    assert len(one) == len(set(one)) == 2
-    assert list(block_keys([9, 2, 3, 4], 2))[1] != one[1]
-    assert list(block_keys([3, 4, 1, 2], 2))[0] != one[0]
-    assert list(block_keys([1, 2, 3, 4], 4)) != one[1:]
-    assert set(block_keys([1, 2, 3, 4], 2, root=b"adapter")).isdisjoint(one)
-    assert list(block_keys([1], 2)) == list(block_keys([], 2)) == []
-    assert list(block_keys([1, 2, 1, 2], 2))[0] != list(block_keys([1, 2, 1, 2], 2))[1]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.booleans())
@@ -257,11 +247,11 @@ def test_chats_in_turns(seed, block_size, roomy):
     draw = random.Random(seed)
     smallest = -(-16 // block_size)
     cache = poisoned(8 * smallest if roomy else smallest, block_size)
-    scheduler = BlockCacheScheduler(PAGED, cache, draw.randint(1, 4))
+    scheduler = PagedScheduler(PAGED, cache, max_running=draw.randint(1, 4))
     system = [draw.randrange(16) for _ in range(3)]
     chats = [[system + [draw.randrange(16)], [1, 2], [3]][: draw.randint(1, 3)] for _ in range(3)]
-    sequences, first_steps = serve_chats(scheduler, chats, 3)
-    assert len(sequences) == len(first_steps) == sum(map(len, chats))
+    sequences = serve_chats(scheduler, chats, 3)
+    assert len(sequences) == sum(map(len, chats))
     by_request = {s.request: s for s in sequences}
     for i, chat in enumerate(chats):
         history = []
@@ -269,21 +259,6 @@ def test_chats_in_turns(seed, block_size, roomy):
             history = alone(history + message, 3)
             assert by_request[turn * len(chats) + i].ids == history
     assert_clean(cache)
-
-
-def test_workloads_fit_the_context_and_share_what_they_should():
-    workloads = make_workloads(random_tokens(1, 4000, vocab_size=96)[0], 8)
-    for chats, n_new in workloads.values():
-        assert all(sum(len(message) + n_new for message in chat) <= 256 for chat in chats)
-    (system, n_new), (chats, _) = workloads["system prompt"], workloads["chats"]
-    assert len({tuple(chat[0][:120]) for chat in system}) == 1
-    assert len({tuple(chat[0]) for chat in system}) == 8
-    assert [len(chat) for chat in chats] == [4] * 4
-    assert working_set([Sequence(0, system[0][0], 0), Sequence(0, system[1][0], 0)], 16) == 16 * (7 + 2 * 3)
-    with pytest.raises(ValueError, match="at least 1"):
-        serve_chats(None, system, 0)
-    with pytest.raises(ValueError, match="too short"):
-        make_workloads(random_tokens(1, 256)[0], 8)
 
 
 # The script

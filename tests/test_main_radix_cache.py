@@ -7,12 +7,14 @@ import torch
 from helpers import RecordingModel, assert_close, random_tokens, run_script
 from hypothesis import given
 from hypothesis import strategies as st
-from test_block_cache import PAGED, alone, assert_clean, run, tree_of_texts
+from test_main_block_cache import PAGED, alone, assert_clean, run, tree_of_texts
 
+from gptlite_kvcache import common_length
 from gptlite_paged import Sequence
+from inference_scheduling import LongestFirstScheduler, PagedScheduler
 from inference_serving import serve_chats
-from main_prefix_cache import common_length
-from main_radix_cache import RadixCache, RadixScheduler
+from main_block_cache import BlockCache
+from main_radix_cache import RadixCache
 
 
 def poisoned(n_slots, model=PAGED):
@@ -20,6 +22,12 @@ def poisoned(n_slots, model=PAGED):
     cache = RadixCache(model, n_slots)
     cache.kv.fill_(float("nan"))
     return cache
+
+
+def make_scheduler(model, cache, longest_first, oldest_every=16, **options):
+    if longest_first:
+        return LongestFirstScheduler(model, cache, oldest_every, **options)
+    return PagedScheduler(model, cache, **options)
 
 
 def texts_of(cache):
@@ -58,8 +66,8 @@ def test_every_request_gets_what_it_gets_alone(seed, longest_first, temperature)
     """Pools down to the smallest that can run, any batch, preempted requests that hit their own text."""
     draw = random.Random(seed)
     cache = poisoned(draw.randint(16, 48))
-    how = {"oldest_every": draw.randint(1, 5), "max_running": draw.randint(1, 5), "temperature": temperature}
-    scheduler = RadixScheduler(PAGED, cache, longest_first, **how)
+    options = {"max_running": draw.randint(1, 5), "temperature": temperature}
+    scheduler = make_scheduler(PAGED, cache, longest_first, draw.randint(1, 5), **options)
     requests = tree_of_texts(draw, 8)
     sequences = [Sequence(i, list(ids), len(ids) + n) for i, (ids, n) in enumerate(requests)]
     for sequence in sequences:
@@ -92,7 +100,9 @@ def test_tree_equals_a_list_of_texts(seed, n_tokens):
         held = texts_of(cache)
         assert [held[slot] for slot in slots] == [ids[: i + 1] for i in range(found)]
         own = cache.allocate(len(ids))
-        assert cache.insert(ids, own) == expected
+        slots = cache.insert(ids, own)
+        assert slots[expected:] == own[expected:] and slots[:-1] == cache.match(ids)
+        assert not set(slots[:expected]) & set(own)
         cache.release(own)
         known.append(ids)
         held = texts_of(cache)
@@ -105,14 +115,14 @@ def test_split():
     """Texts that part inside of a node: the upper part keeps its slots, users and time."""
     cache = RadixCache(PAGED, 20)
     a = cache.allocate(5)
-    assert cache.insert([1, 2, 3, 4, 5], a) == 0
+    assert cache.insert([1, 2, 3, 4, 5], a) == a
     assert cache.match([1, 2, 9, 9]) == a[:2]
     (upper,) = cache.root.children.values()
     (lower,) = upper.children.values()
     assert (upper.key, upper.slots, lower.key, lower.slots) == ([1, 2], a[:2], [3, 4, 5], a[2:])
     assert upper.last_used > lower.last_used
     b = cache.allocate(4)
-    assert cache.insert([1, 2, 9, 9], b) == 2
+    assert cache.insert([1, 2, 9, 9], b) == [*a[:2], *b[2:]]
     assert cache.match([1, 2, 9, 9, 0]) == [*a[:2], *b[2:]]
     cache.release(b)
     assert set(list(cache.free)[:2]) == set(b[:2])  # this copy of the common part holds nothing now
@@ -121,11 +131,11 @@ def test_split():
 
 
 def test_identical_requests_in_one_step():
-    """PC-3: the second shares all but the last token of what the first computes in the same step."""
+    """PC-3: both compute what nobody has computed before; then they share one copy, and a third hits."""
     ids, cache = random_tokens(1, 9)[0].tolist(), poisoned(30)
-    scheduler = RadixScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequences = run(scheduler, [(ids, 3), (ids, 5)])
-    assert scheduler.found == [(0, 9, 0), (1, 9, 8)]
+    assert scheduler.found == [(0, 9, 0), (1, 9, 0)]
     assert [s.ids for s in sequences] == [alone(ids, 3), alone(ids, 5)]
     assert_clean(cache)
     assert len(cache.cached) == 13  # one copy of the longer text, without its newest token
@@ -137,9 +147,10 @@ def test_identical_requests_in_one_step():
 def test_common_beginnings_to_the_token():
     """PC-6: a common beginning of 6, parting at the 7th token, decoded in turns."""
     cache, common = poisoned(30), [3, 1, 4, 1, 5, 9]
-    scheduler = RadixScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequences = run(scheduler, [([*common, token], 4) for token in (2, 7)])
-    assert scheduler.found == [(0, 7, 0), (1, 7, 6)]
+    assert scheduler.found == [(0, 7, 0), (1, 7, 0)]
+    assert len(cache.cached) == 6 + 2 * 4  # the common part once
     assert [s.ids for s in sequences] == [alone([*common, token], 4) for token in (2, 7)]
 
 
@@ -147,7 +158,7 @@ def test_evicted_texts_are_not_found():
     """PC-4: 12 slots; A fills 8 and ends, B fills all, A comes again."""
     a, b = [1, *random_tokens(1, 7)[0].tolist()], [2, *random_tokens(1, 11, 1)[0].tolist()]
     cache = poisoned(12)
-    scheduler = RadixScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     run(scheduler, [(a, 1)])
     run(scheduler, [(b, 1)])
     assert cache.n_evicted == 8
@@ -161,7 +172,7 @@ def test_evicted_texts_are_not_found():
 def test_a_prefix_is_not_changed_by_its_users():
     """PC-7: P + S1, P + S2, P + S1 again."""
     p, cache = random_tokens(1, 8)[0].tolist(), poisoned(48)
-    scheduler, outputs, kept = RadixScheduler(PAGED, cache), [], None
+    scheduler, outputs, kept = PagedScheduler(PAGED, cache), [], None
     for end in ([1, 2], [3], [1, 2]):
         outputs.append(run(scheduler, [(p + end, 5)])[0].ids)
         now = cache.kv[:, cache.match([*p, 0])].clone()
@@ -174,7 +185,7 @@ def test_a_prefix_is_not_changed_by_its_users():
 @pytest.mark.parametrize("length", range(1, 16))
 def test_prompts_that_are_in_the_cache_as_a_whole(length):
     ids, cache = random_tokens(1, 16)[0].tolist()[:length], poisoned(32)
-    scheduler = RadixScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     for n_found in (0, length - 1):
         assert run(scheduler, [(ids, 2)])[0].ids == alone(ids, 2)
         assert scheduler.found[-1] == (0, length, n_found)
@@ -209,6 +220,48 @@ def test_what_is_used_is_never_evicted():
         cache.allocate(1)
 
 
+@pytest.mark.parametrize("n", [0, 1, 5, 6, 99])
+def test_evicting_more_than_can_go_takes_what_can(n):
+    cache = RadixCache(PAGED, 12)
+    used, other = cache.allocate(4), cache.allocate(6)
+    cache.insert([1, 2, 3, 4], used)  # its user has not left
+    cache.insert([5, 6, 7, 8, 9, 10], other)
+    cache.release(other)
+    assert cache.evict(n) == min(n, 6) == cache.n_evicted
+    assert cache.n_found([1, 2, 3, 4, 0]) == 4 and len(cache.free) == 8
+    texts_of(cache)
+
+
+def test_two_that_compute_the_same_use_one_copy():
+    """The second's own copy is free as soon as both are computed, also of a text that goes on elsewhere."""
+    cache = poisoned(40)
+    scheduler = PagedScheduler(PAGED, cache)
+    sequences = [Sequence(i, [*range(1, 9), token], 14) for i, token in enumerate((9, 10))]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    scheduler.step()
+    assert sequences[0].table[:8] == sequences[1].table[:8]
+    assert len(cache.free) == 40 - 8 - 2
+    while scheduler.running:
+        scheduler.step()
+        texts_of(cache)
+    assert [s.ids for s in sequences] == [alone([*range(1, 9), token], 5) for token in (9, 10)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8))
+def test_pages_find_what_blocks_find(seed, size):
+    """With room for all: a tree in pages against the block cache, request by request."""
+    draw = random.Random(seed)
+    requests = tree_of_texts(draw, 6)
+    found = []
+    for cache in (RadixCache(PAGED, 200, page_size=size), BlockCache(PAGED, 200, size)):
+        scheduler = PagedScheduler(PAGED, cache, max_running=1)
+        sequences = run(scheduler, requests)
+        assert [s.ids for s in sequences] == [alone(ids, n) for ids, n in requests]
+        found.append(scheduler.found)
+    assert found[0] == found[1]
+
+
 def test_longest_prefix_first_and_no_starvation():
     """With 13 slots in order of arrival each text throws the other out; longest first keeps it. By a fake."""
     a, b = [1] * 8, [2] * 8
@@ -216,14 +269,14 @@ def test_longest_prefix_first_and_no_starvation():
     found, orders = {}, {}
     for longest_first in (False, True):
         model = RecordingModel(PAGED)
-        scheduler = RadixScheduler(model, RadixCache(model, 13), longest_first, max_running=1)
+        scheduler = make_scheduler(model, RadixCache(model, 13), longest_first, max_running=1)
         run(scheduler, requests)
         found[longest_first] = sum(n for _, _, n in scheduler.found)
         orders[longest_first] = [request for request, _, _ in scheduler.found]
     assert orders == {False: [0, 1, 2, 3, 4, 5], True: [0, 2, 4, 1, 3, 5]}
     assert found[True] == 4 * 8 > found[False]
     model = RecordingModel(PAGED)
-    scheduler = RadixScheduler(model, RadixCache(model, 13), oldest_every=2, max_running=1)
+    scheduler = LongestFirstScheduler(model, RadixCache(model, 13), oldest_every=2, max_running=1)
     run(scheduler, requests)
     assert [request for request, _, _ in scheduler.found][:2] == [0, 1]  # the second turn is the oldest's
 
@@ -232,7 +285,7 @@ def test_preempted_requests_hit_their_own_text():
     """CB-2: room for 1.5 of two requests."""
     prompts = random_tokens(2, 6).tolist()
     cache = poisoned(23)
-    scheduler = RadixScheduler(PAGED, cache)
+    scheduler = PagedScheduler(PAGED, cache)
     sequences = run(scheduler, [(ids, 10) for ids in prompts])
     assert scheduler.n_preempted >= 1
     assert [s.ids for s in sequences] == [alone(ids, 10) for ids in prompts]
@@ -244,10 +297,10 @@ def test_preempted_requests_hit_their_own_text():
 def test_chats_in_turns(seed, roomy, longest_first):
     draw = random.Random(seed)
     cache = poisoned(64 if roomy else 16)
-    scheduler = RadixScheduler(PAGED, cache, longest_first, max_running=draw.randint(1, 4))
+    scheduler = make_scheduler(PAGED, cache, longest_first, max_running=draw.randint(1, 4))
     system = [draw.randrange(16) for _ in range(3)]
     chats = [[system + [draw.randrange(16)], [1, 2], [3]][: draw.randint(1, 3)] for _ in range(3)]
-    sequences, _ = serve_chats(scheduler, chats, 3)
+    sequences = serve_chats(scheduler, chats, 3)
     by_request = {s.request: s for s in sequences}
     for i, chat in enumerate(chats):
         history = []
@@ -273,10 +326,12 @@ def test_script(checkpoint, tmp_path):
     rows = {row["method"]: row for row in run.json["rows"]}
     assert all(row["same_output"] for row in rows.values())
     for workload in ("system prompt", "few-shot", "documents", "chats"):
-        none, blocks, radix = (rows[f"{workload}: {way}"] for way in ("no cache", "blocks, 2x", "radix, 2x"))
-        assert radix["forward_tokens"] < blocks["forward_tokens"] < none["forward_tokens"]
-        assert radix["n_evicted"] == 0
-        assert none["forward_tokens"] - radix["forward_tokens"] == radix["n_found"]
+        none, pages, tree = (
+            rows[f"{workload}: {way}"] for way in ("no cache", "pages of 16, 2x", "in order, 2x")
+        )
+        assert tree["forward_tokens"] < pages["forward_tokens"] < none["forward_tokens"]
+        assert tree["n_evicted"] == 0
+        assert none["forward_tokens"] - tree["forward_tokens"] == tree["n_found"]
     side_by_side, alone_rows = run.json["sweeps"].values()
     assert [line["found"] for line in alone_rows] == [0, 100, 192, 199]
-    assert all(line["in the tree"] >= line["in blocks"] for line in side_by_side)
+    assert all(line["in order, 2x"] >= line["pages of 16, 2x"] for line in side_by_side)
