@@ -195,12 +195,11 @@ if __name__ == "__main__":
         models = {"teacher": teacher, "cut, not trained": copy.deepcopy(model), "one shot": model}
         losses = {"one shot": distill(model, teacher, train_data, distill_iters, lr, batch_size, seqlen)}
         torch.manual_seed(args.seed)  # in rounds, as many steps together
-        model, rounds = copy.deepcopy(teacher), f"{len(keep_ratios)} rounds"
-        losses[rounds], n_steps = [], distill_iters // len(keep_ratios)
+        model, n_steps, losses["rounds"] = copy.deepcopy(teacher), distill_iters // len(keep_ratios), []
         for ratio in keep_ratios:
             prune(model, *importance(model), *target_size(ratio))
-            losses[rounds] += distill(model, teacher, train_data, n_steps, lr, batch_size, seqlen)
-        models[rounds] = model
+            losses["rounds"] += distill(model, teacher, train_data, n_steps, lr, batch_size, seqlen)
+        models["rounds"] = model
         model = make_model(GPTlite, text.vocab_size, is_distilled(state), dropout_p=0.0).to(args.device)
         torch.manual_seed(args.seed)  # the same shape, but nothing learned before
         model = prune(model, *importance(model), *target_size(keep_ratios[-1]))
@@ -226,7 +225,7 @@ if __name__ == "__main__":
         report.why(words.compare(rows["one shot"], rows["teacher"]))
         report.why(words.loss(rows["cut, not trained"]) + words.loss(rows["one shot"]))
         end = {name: report.loss_of(methods[name].model) for name in losses}  # [n_windows] each
-        others = [(name, *loss_difference(end["one shot"], end[name])) for name in (rounds, "random weights")]
+        others = [(name, *loss_difference(end["one shot"], end[name])) for name in end if name != "one shot"]
         report.why(words.loss_between("one shot", *others[0]) + words.loss_between("one shot", *others[1]))
         lines = {name: (range(1, len(values) + 1), values) for name, values in losses.items()}
         report.plot_lines(lines, "step", "loss (nats)", "Distillation after the cut", "y")

@@ -161,6 +161,6 @@ if __name__ == "__main__":
         for other in others:
             rise = utils.loss_difference(ends[depth], ends[other])
             report.why(words.compare(rows[depth], rows[other]) + words.loss_between(depth, other, *rise))
-        points = {name: (row["tpot_ms"], row["valid_loss"]) for name, row in rows.items()}
+        points = {name: (row["tpot_ms"], row["valid_loss"]) for name, row in rows.items() if row["tpot_ms"]}
         report.plot_points(points, "TPOT (ms)", "validation loss (nats)", "After the distillation")
         report.finish()

@@ -59,10 +59,10 @@ def contribution(output, size, second_moment):
 
     For a neuron this is the size of its activation times the length of its output column.
     """
-    W = output.weight.detach().cpu().double().unflatten(1, (-1, size))  # [E, units, size]
+    weight = output.weight.detach().cpu().double().unflatten(1, (-1, size))  # [E, units, size]
     moments = second_moment.unflatten(1, (-1, size)).unflatten(0, (-1, size))  # [units, size, units, size]
     own = moments.diagonal(dim1=0, dim2=2)  # [size, size, units]
-    return (torch.einsum("eus,stu->eut", W, own) * W).sum(dim=(0, 2)).clamp(min=0).sqrt()
+    return (torch.einsum("eus,stu->eut", weight, own) * weight).sum(dim=(0, 2)).clamp(min=0).sqrt()
 
 
 @torch.no_grad()
@@ -77,16 +77,17 @@ def refit(output, size, kept, mean, second_moment, ridge=1e-3):
     stays = torch.zeros(output.in_features // size, dtype=torch.bool)  # [units]
     stays[kept] = True
     stays = stays.repeat_interleave(size)  # [in]
-    C = second_moment - mean[:, None] * mean  # [in, in]: around the mean, which goes into the bias
-    A, B, C = C[stays][:, stays], C[stays][:, ~stays], C[~stays][:, ~stays]  # [k, k], [k, r], [r, r]
-    decay = max(ridge * A.diagonal().mean().item(), 1e-12)
-    W = output.weight.cpu().double()[:, ~stays]  # [E, r]
-    taken = W @ torch.linalg.solve(A + decay * torch.eye(len(A), dtype=A.dtype), B).T  # [E, k]
-    shift = W @ mean[~stays] - taken @ mean[stays]  # [E]
+    covariance = second_moment - mean[:, None] * mean  # [in, in]: the mean goes into the bias
+    among = covariance[stays][:, stays]  # [k, k]: of inputs that stay
+    across = covariance[stays][:, ~stays]  # [k, r]: of those with inputs that go
+    decay = max(ridge * among.diagonal().mean().item(), 1e-12) * torch.eye(len(among), dtype=among.dtype)
+    lost = output.weight.cpu().double()[:, ~stays]  # [E, r]
+    taken = lost @ torch.linalg.solve(among + decay, across).T  # [E, k]
+    shift = lost @ mean[~stays] - taken @ mean[stays]  # [E]
     output.weight[:, stays] += taken.to(output.weight)
     output.bias += shift.to(output.bias)
-    total = ((W @ C) * W).sum()
-    left = total - 2 * ((taken @ B) * W).sum() + ((taken @ A) * taken).sum()
+    total = ((lost @ covariance[~stays][:, ~stays]) * lost).sum()
+    left = total - 2 * ((taken @ across) * lost).sum() + ((taken @ among) * taken).sum()
     return total.item(), left.item()
 
 

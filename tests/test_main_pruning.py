@@ -363,7 +363,7 @@ def test_script(distilled_checkpoint, tmp_path):
     assert run.status == 0, run.stderr + run.stdout
     assert len(report["checks"]) == 2 and all(report["checks"].values())
     whole, cut, one_shot, rounds, blank = report["rows"]
-    assert [row["method"] for row in report["rows"][2:4]] == ["one shot", "2 rounds"]
+    assert [row["method"] for row in report["rows"][2:4]] == ["one shot", "rounds"]
     assert whole["baseline"] and whole["divergence"] == 0 and whole["same_best_token"] == 1
     assert whole["loss_difference"] is None
     for row in (cut, one_shot, rounds, blank):  # 2 of 3 heads, 384 of 768 neurons
