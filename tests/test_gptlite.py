@@ -56,7 +56,7 @@ def test_signature(function):
 def test_functions_with_more_arguments_begin_as_the_post_has_them():
     begins = {
         utils.validation_loss: ["model", "data"],
-        training.train_steps: ["model", "data", "n_steps", "lr", "batch_size", "seqlen"],
+        training.train_steps: ["model", "train_data", "iters", "lr", "batch_size", "seqlen"],
         shakespeare.get_batch: ["data", "batch_size", "seqlen"],
     }
     for function, names in begins.items():

@@ -289,3 +289,41 @@ def test_train_steps_leaves_frozen_weights():
     before = model.token_embedding.weight.clone()
     training.train_steps(model, torch.arange(100) % 7, 3, 1e-2, 2, 8)
     assert torch.equal(model.token_embedding.weight, before)
+
+
+def test_rates_of_train_steps(monkeypatch):
+    """A tenth of the steps warms up, however few they are, and the last steps hardly move the weights."""
+    rates = []
+    monkeypatch.setattr(training, "optimizer_step", lambda *args: rates.append(args[-1]))
+    for n in (1, 2, 20, 40, 80):
+        rates.clear()
+        training.train_steps(tiny_model(GPTlite, dtype=torch.float32), torch.arange(100) % 7, n, 1.0, 2, 8)
+        assert len(rates) == n and 0 < min(rates) and max(rates) <= 1
+        if n >= 20:
+            assert rates.index(max(rates)) <= n // 10 and rates[-1] < 0.01
+        else:
+            assert max(rates) > 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_uptrained_is_a_copy_of_the_same_type(dtype):
+    data, model = torch.arange(400) % 7, tiny_model(GPTlite, dtype=dtype)
+    before = [p.clone() for p in model.parameters()]
+    trained = training.uptrained(model, data, 20, 1e-2, 8, 16)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert {p.dtype for p in trained.parameters()} == {dtype} and not trained.training
+    assert validation_loss(trained, data, 8) < validation_loss(model, data, 8)
+    alone = tiny_model(GPTlite, dtype=dtype).float()
+    training.train_steps(alone, data, 20, 1e-2, 8, 16)
+    assert all(
+        torch.equal(a, b.to(dtype)) for a, b in zip(trained.parameters(), alone.parameters(), strict=True)
+    )
+
+
+def test_uptrained_figures_are_against_the_control():
+    losses = {"trained": {"valid_loss": 1.5, "loss_difference": 0.2, "loss_difference_se": 0.1}}
+    report = SimpleNamespace(
+        loss_figures=lambda model, control: losses[model] if control == "control" else None
+    )
+    figures = training.uptrained_figures(report, "trained", "control")
+    assert figures == dict(zip(training.UPTRAINED_COLUMNS, (1.5, 0.2, 0.1), strict=True))
