@@ -274,8 +274,9 @@ def save_state(path, state, *models, may_fail=False):
         tqdm.write(f"state not saved: {error}", file=sys.stderr)
 
 
-def load_state(path, settings, **types):
-    """The state that save_state wrote. Args: settings: of the run that goes on; types: of its other entries.
+def load_state(path, settings, unsettled=None, **types):
+    """The state that save_state wrote. Args: settings: of the run that goes on; types: of its other entries;
+    unsettled: share of a run before which "steps" may still be changed.
 
     Raises FileNotFoundError where there is none, ValueError if it is damaged or another run's.
     """
@@ -284,8 +285,11 @@ def load_state(path, settings, **types):
     state, types = load_file(path), types | {"settings": dict, "step": int}
     if not isinstance(state, dict) or not all(isinstance(state.get(key), t) for key, t in types.items()):
         raise ValueError(f"{path} is not the state of a training run")
+    free = unsettled is not None and state["step"] < unsettled * min(
+        settings["steps"], state["settings"]["steps"]
+    )
     for key, wanted in settings.items():
-        if (found := state["settings"].get(key)) != wanted:
+        if (found := state["settings"].get(key)) != wanted and not (free and key == "steps"):
             raise ValueError(f"{path} is of a run with {key} {found}, not {wanted}")
     return state
 
@@ -325,15 +329,28 @@ def windows_of_step(n_windows, batch_size, seed, step):
     return torch.randperm(n_windows, generator=generator)[place * batch_size : (place + 1) * batch_size]
 
 
-def train_side_by_side(models, batch_of, loss_of, settings, valid_data, n_windows, path=None, resume=False):
+def train_side_by_side(
+    models,
+    batch_of,
+    loss_of,
+    settings,
+    valid_data,
+    n_windows,
+    path=None,
+    resume=False,
+    schedule=learning_rate,
+    n_evaluations=10,
+    unsettled=None,
+):
     """Trains models on the same batches for settings["steps"] steps each, so that all are equally far.
 
     One file resumes them all. Ctrl-C or SIGTERM ends the run between two steps, with status 130.
     Args: models: {name: model}; batch_of: step -> batch; loss_of: (name, logits, batch) -> scalar, for
         logits [B, T, V] of batch[0] [B, T]; settings: steps, batch_size, seqlen, lr (the peak learning
-        rate), and what else tells this run from others; valid_data, n_windows: ten validation losses of
-        each are taken on the way; path: file of the state, written every three minutes and at the end,
-        None for a run that cannot go on; resume: goes on from it.
+        rate), and what else tells this run from others; valid_data, n_windows: of the n_evaluations
+        validation losses of each that are taken on the way; schedule: (share done, peak) -> learning rate;
+        unsettled: share of the run before which its length may still be changed; path: file of the state,
+        written every three minutes and at the end, None for a run that cannot go on; resume: goes on from it.
     Returns: {name: [[step, training loss, validation loss], ...]} and the facts of the run for its card.
         Raises ValueError if a loss or a weight is not finite, or if the state is another run's.
     """
@@ -344,7 +361,7 @@ def train_side_by_side(models, batch_of, loss_of, settings, valid_data, n_window
     losses = {name: [] for name in models}  # of the steps since the last evaluation
     if resume:
         types = {"models": dict, "optimizers": dict, "seconds": float, "curves": dict, "losses": dict}
-        state = load_state(path, settings, **types)
+        state = load_state(path, settings, unsettled, **types)
         if not {*models} == {*state["models"]} == {*state["optimizers"]}:
             raise ValueError(f"{path} is of a run with the models {', '.join(state['models'])}")
         for name in models:
@@ -368,7 +385,7 @@ def train_side_by_side(models, batch_of, loss_of, settings, valid_data, n_window
     with bar, stop_between_steps(signal.SIGINT, signal.SIGTERM) as stop:
         while step < n_steps and not stop:
             with Timer(device) as timer:
-                batch, now = batch_of(step), learning_rate((step + 1) / n_steps, settings["lr"])
+                batch, now = batch_of(step), schedule((step + 1) / n_steps, settings["lr"])
                 for name, model in models.items():
                     with autocast(device):
                         logits = first_of(model(batch[0]))  # [B, T, V]
@@ -378,7 +395,7 @@ def train_side_by_side(models, batch_of, loss_of, settings, valid_data, n_window
             step, seconds = step + 1, seconds + timer.seconds
             check_finite(step, *(values[-1] for values in losses.values()))
             bar.set_postfix_str(", ".join(f"{name} {values[-1]:.3f}" for name, values in losses.items()))
-            if step % max(n_steps // 10, 5) == 0 or step == n_steps:
+            if step % max(n_steps // n_evaluations, 5) == 0 or step == n_steps:
                 for name, model in models.items():
                     valid = validation_loss(model, valid_data, n_windows)
                     mean = statistics.fmean(losses[name])

@@ -1,205 +1,249 @@
-"""Every method of the collection in one table and one figure, each on the same weights, prompts and clock.
+"""All methods side by side: the same prompts, one after the other in alternation, and the frontier.
 
-The scripts explain one technique each; here they stand side by side, in alternation, for one sequence and
-for a batch. Methods that claim to be exact are compared with the baseline token for token; the others
-are labelled approximate and have their own validation loss. A method that fails is a row that says why.
+Idea: a technique looks good beside its own baseline. Here all of them do one work, so that they can be
+compared with each other: time, memory and loss of each, for one sequence and for a batch, and the methods
+than which none is both faster and of lower loss.
 
-Run: python main_benchmark.py           (--only "KV cache,MQA (converted)", --skip distilled, --peers)
+Exact and approximate methods, labelled. Wins where one must choose; loses what it cannot show: equal requests
+that start at once leave batching and paging nothing to gain over a cache (their scripts serve queues), and a
+context of 256 tokens leaves a smaller cache little (theirs go on to long ones).
 
-Source: the scripts that benchmark_methods.py names, one for each method.
+Run: python main_benchmark.py           (--only "KV cache,MQA" picks rows, --peers adds transformers)
+
+Source: the scripts that `methods` names for each row.
 """
 
-PEERS = (  # what explains a difference: the products of a step are the same
-    "transformers checks stop conditions, prepares masks and updates its cache object in Python in every "
-    "step, and its attention is PyTorch's fused kernel where a new token's here is three plain operations; a "
-    "product of few rows uses one core there, and all here (Linear_AllCores). Its assisted forms check "
-    "several guessed tokens in one step, which pays where guesses are cheap and mostly right."
-)
+import copy
+
+import torch
+
+from gptlite import GPTlite
+from gptlite_blocks import BlockPool
+from gptlite_gqa import GPTlite_GQA, convert_mha_to_gqa
+from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from gptlite_paged import GPTlite_Paged
+from gptlite_pruned import with_kv_cache
+from gptlite_slots import GPTlite_Slots
+from inference_report import Method, build
+from inference_scheduling import PagedScheduler, serve
+from inference_utils import GPTLITE_DISTILLED_CKPT_PATH, load_checkpoint
+from linear_packed import pack_linears
+from main_continuous_batching import continuous_batching_kvcache
+from main_flash_attention import use_sdpa
+from main_flash_decoding import GPTlite_FlashDecoding
+from main_kvcache import generate, generate_kvcache, generate_static
+from main_mla import GPTlite_MLA, convert_mha_to_mla
+from main_prefix_cache import compute_prefix_cache, generate_with_prefix
+from main_pruning import compute_importance, prune
+from main_static_batching import static_batching
+from more.gqa_alignment import align_heads, attention_inputs
+from more.kvcache_compiled import CompiledStep
+from more.mla_conversion import convert_mha_to_mla_calibrated
 
 
-def frontier(points):
-    """Names of the points (name, tokens/s, loss) that no other point beats without a loss elsewhere."""
-    return [
-        name
-        for name, speed, loss in points
-        if not any(s >= speed and x <= loss and (s, x) != (speed, loss) for _, s, x in points)
-    ]
+def generate_behind_prefix(model, prompts, n_tokens, stored):
+    """Prompt and new tokens [B, T + n]; stored: the cache of what all prompts begin with."""
+    n = stored[0][0].shape[-2]
+    rest = generate_with_prefix(model, stored, prompts[:, n:], n_tokens, model.seqlen)  # [B, T - P + n]
+    return torch.cat([prompts[:, :n], rest], dim=1)  # [B, T + n]
+
+
+def generate_served(model, prompts, n_tokens, serve_all):
+    """Prompt and new tokens [B, T + n] by a function that serves a queue of requests."""
+    requests = [(prompt, n_tokens) for prompt in prompts]
+    return torch.stack(serve_all(model, requests, len(prompts), model.seqlen)[0])  # [B, T + n]
+
+
+def generate_paged(model, prompts, n_tokens, pool):
+    """Prompt and new tokens [B, T + n] over a pool of blocks."""
+    requests = [(prompt, n_tokens) for prompt in prompts]
+    return torch.stack(serve(PagedScheduler(model, pool), requests))  # [B, T + n]
+
+
+DRAFTS = {"assistant_model", "prompt_lookup_num_tokens"}  # transformers' names for guessing ahead
+BACKEND = {False: "inductor", True: "aot_eager"}  # of the compiled step, by --quick: compiling takes longer
+
+
+class Collection:
+    """Every method, made from the same trained weights; models are made once for all batches.
+
+    Args: args: of the script; text: Text, whose training part calibrates what is converted or pruned.
+    """
+
+    def __init__(self, args, text):
+        self.args, self.state, self.made = args, load_checkpoint(args.checkpoint), {}
+        self.text, self.dense = text, build(args, self.state, GPTlite, packed=False)
+        self.H, self.D = self.dense.blocks[0].mha.n_heads, self.dense.blocks[0].mha.d_head
+        self.calibration = text.prompts(16, self.dense.seqlen, "train")  # [N, T]
+
+    def model(self, name, make):
+        """What make() returns, made once."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
+
+    def plain(self, model_class, packed=True):
+        name = f"{model_class.__name__} {packed}"
+        return self.model(name, lambda: build(self.args, self.state, model_class, packed))
+
+    def inputs(self):
+        return self.model(
+            "inputs", lambda: attention_inputs(copy.deepcopy(self.dense).float(), self.calibration)
+        )
+
+    def gqa(self, n_groups, aligned):
+        def make():
+            state = self.state
+            if aligned:
+                state = align_heads(state, self.H, self.D, n_groups, self.inputs())
+            state = convert_mha_to_gqa(state, self.H, self.D, n_groups)
+            return build(self.args, state, GPTlite_GQA, n_groups=n_groups)
+
+        return self.model(f"GQA {n_groups} {aligned}", make)
+
+    def mla(self, d_latent, calibrated):
+        def make():
+            sizes = (self.state, self.H, self.D, d_latent)
+            state = (
+                convert_mha_to_mla_calibrated(*sizes, self.inputs())
+                if calibrated
+                else convert_mha_to_mla(*sizes)
+            )
+            return build(self.args, state, GPTlite_MLA, d_latent=d_latent)
+
+        return self.model(f"MLA {d_latent} {calibrated}", make)
+
+    def pruned(self):
+        def make():
+            model = copy.deepcopy(self.dense)
+            heads, neurons = compute_importance(model, self.text.train, 2, 8, model.seqlen)
+            n_neurons = len(neurons[0]) * (self.H - 1) // self.H // 16 * 16
+            return pack_linears(with_kv_cache(prune(model, heads, neurons, self.H - 1, n_neurons)))
+
+        return self.model("pruned", make)
+
+    def distilled(self):
+        state = load_checkpoint(GPTLITE_DISTILLED_CKPT_PATH)
+        return self.model("distilled", lambda: build(self.args, state, GPTlite_KVCache))
+
+    def methods(self, B, shared):
+        """The methods for B sequences with `shared` tokens [1, P] in common, the baseline first."""
+        args, state, few = self.args, self.state, max(self.H // 2, 1)
+        plain, cached, static = map(self.plain, (GPTlite, GPTlite_KVCache, GPTlite_StaticKVCache))
+        slots, paged, latents = self.plain(GPTlite_Slots), self.plain(GPTlite_Paged), self.H * self.D // 4
+        sdpa = self.model("sdpa", lambda: use_sdpa(build(args, state, GPTlite)))
+        split = self.model("split", lambda: build(args, state, GPTlite_FlashDecoding, n_splits=2))
+        step = CompiledStep(self.plain(GPTlite_StaticKVCache, False), B, backend=BACKEND[args.quick])
+        pool, prefix = BlockPool(paged, B * -(-paged.seqlen // 16)), compute_prefix_cache(cached, shared)
+        buffers = [StaticKVCache(model, B) for model in (static, static, split)]
+        steps = {"steps": [static, step]}
+        exact = [
+            Method("no cache", generate, plain),  # main_kvcache.py
+            Method("no cache, SDPA", generate, sdpa),  # main_flash_attention.py
+            Method("KV cache", generate_kvcache, cached),
+            Method("static KV cache", generate_static, static, buffers[0]),
+            Method(
+                "compiled step", generate_static, static, buffers[1], step, **steps
+            ),  # more/kvcache_compiled
+            Method("flash decoding", generate_static, split, buffers[2]),  # main_flash_decoding.py
+            Method("prefix cache", generate_behind_prefix, cached, prefix),  # main_prefix_cache.py
+            Method("static batching", generate_served, plain, static_batching),  # main_static_batching.py
+            Method("continuous batching", generate_served, slots, continuous_batching_kvcache, loss=False),
+            Method("paged KV cache", generate_paged, paged, pool, loss=False),  # main_paged_attention.py
+        ]
+        approximate = {
+            f"GQA {few}, mean": self.gqa(few, False),  # main_gqa.py
+            f"GQA {few}, aligned": self.gqa(few, True),  # more/gqa_alignment.py
+            "MQA, aligned": self.gqa(1, True),
+            f"MLA {latents}, SVD": self.mla(latents, False),  # main_mla.py
+            f"MLA {latents}, calibrated": self.mla(latents, True),  # more/mla_conversion.py
+            "pruned by a head": self.pruned(),  # main_pruning.py
+            "distilled": self.distilled(),  # main_distillation.py
+        }
+        return exact + [Method(n, generate_kvcache, m, exact=False) for n, m in approximate.items()]
+
+    def peers(self, B):
+        """transformers' generate on the same weights, packed alike: two kinds of cache, two of drafts."""
+        from gptlite_opt import generate_opt, opt_from_gptlite
+
+        opt = self.model("opt", lambda: pack_linears(opt_from_gptlite(self.dense)))
+        options = {"transformers": {}, "transformers, static": {"cache_implementation": "static"}}
+        options["transformers, static"]["disable_compile"] = True  # its compiled call hides the steps
+        if B == 1:  # these two take one sequence
+            student = build(self.args, load_checkpoint(GPTLITE_DISTILLED_CKPT_PATH), GPTlite, packed=False)
+            draft = self.model("draft", lambda: pack_linears(opt_from_gptlite(student)))
+            options["transformers, assisted"] = {"assistant_model": draft}
+            options["transformers, lookup"] = {"prompt_lookup_num_tokens": 4}
+        rounds = {"tpot_ms": None, "tpot_p99_ms": None}  # a step of theirs gives several tokens
+        return [
+            Method(name, generate_opt, opt, how, loss=False, **(rounds if {*how} & DRAFTS else {}))
+            for name, how in options.items()
+        ]
+
+
+def frontier(rows):
+    """Of rows with a loss, those than which no other is both faster and of lower loss, the fastest first."""
+    known = [row for row in rows if row["valid_loss"] is not None and row["tokens_per_s"]]
+    best, kept = float("inf"), []
+    for row in sorted(known, key=lambda row: (-row["tokens_per_s"], row["valid_loss"])):
+        if row["valid_loss"] < best - 1e-4:  # not by rounding alone
+            best = row["valid_loss"]
+            kept.append(row)
+    return kept
 
 
 if __name__ == "__main__":
-    from pathlib import Path
+    import inference_report as harness
+    import inference_words as words
+    from inference_cost import forward_cost
+    from inference_utils import parameters_of
 
-    import torch
-
-    import inference_report as rep
-    import inference_utils as utils
-    from benchmark_methods import Collection, DoesNotApply
-    from data.shakespeare import get_shakespeare_data
-    from gptlite import get_gptlite_model_parameters
-
-    def names(text):
-        return [name.strip() for name in text.split(",") if name.strip()]
-
-    parser = rep.options(__doc__, repeats=3)
-    parser.add_argument("--batch-size", type=rep.positive_int, default=8, help="sequences of the batch")
-    parser.add_argument("--prompt-len", type=rep.positive_int, default=64, help="tokens of the prompts")
-    parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="new tokens")
-    parser.add_argument("--only", type=names, metavar="NAMES", help="these methods, separated by commas")
-    parser.add_argument("--skip", type=names, metavar="NAMES", default=[], help="all but these methods")
-    student = utils.GPTLITE_DISTILLED_CKPT_PATH
-    parser.add_argument("--student", metavar="FILE", type=Path, default=student, help="distilled weights")
+    sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 64}
+    parser = harness.options(__doc__, repeats=3, quick={"batch_size": 2, "n_tokens": 4}, **sizes)
+    parser.add_argument(
+        "--shared", type=harness.positive_int, default=48, help="tokens all prompts begin with"
+    )
+    parser.add_argument("--only", metavar="NAMES", help="these methods beside the baseline, with commas")
     parser.add_argument("--peers", action="store_true", help="add transformers' generate")
-    with rep.script(parser) as args:
-        p, dev, quick = get_gptlite_model_parameters(), args.device, args.quick
-        vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
-        T, n, B = (32, 8, 2) if quick else (args.prompt_len, args.n_tokens, args.batch_size)
-        if T + n > p.seqlen or T < 4:
-            raise ValueError(f"{T} prompt and {n} new tokens: from 4 prompt tokens, {p.seqlen} in all")
-        state = utils.load_checkpoint(args.checkpoint)
+    with harness.script(parser) as args:
+        if args.prompt_len + args.n_tokens > 257 or args.shared >= args.prompt_len:
+            raise ValueError("prompt and new tokens are 257 at most, and --shared is less than --prompt-len")
+        text = harness.load_text(args)
+        collection = Collection(args, text)
+        report = harness.Report(args, "all methods side by side", collection.dense, text=text)
+        prompts = text.prompts(args.batch_size, args.prompt_len)  # [B, T]
+        shared = prompts[:1, : args.shared]  # [1, P]
+        prompts = torch.cat([shared.expand(len(prompts), -1), prompts[:, args.shared :]], dim=1)  # [B, T]
+        wanted = args.only and ["no cache", *(name.strip() for name in args.only.split(","))]
+        tables = {}
+        for B in sorted({1, args.batch_size}):
+            methods = collection.methods(B, shared) + (collection.peers(B) if args.peers else [])
+            if unknown := set(wanted or ()) - {method.name for method in methods}:
+                raise ValueError(f"--only: there is no {min(unknown)}; a name as in the table is needed")
+            chosen = [method for method in methods if not wanted or method.name in wanted]
+            tables[B] = report.compare(prompts[:B], args.n_tokens, *chosen)
 
-        def load(model_class, ckpt_path=args.checkpoint, **kwargs):
-            return utils.load_model(model_class, vocab_size, ckpt_path, **kwargs).to(dev, args.dtype)
-
-        def make(model_class, weights, **kwargs):
-            model = utils.make_model(model_class, vocab_size, **kwargs)
-            return utils.load_weights(model, weights).to(dev, args.dtype)
-
-        n_shared = T * 3 // 4
-        collection = Collection(load, make, state, train_data, args.student, n_shared)
-        methods = collection.methods(dev.type == "cuda")
-        peers = collection.peers() if args.peers else []
-        methods += peers
-        known = [name for name, _, _ in methods]
-        if args.only == []:
-            raise ValueError(f"--only needs a name; there are: {', '.join(known)}")
-        for name in [*(args.only or []), *args.skip]:
-            if name not in known:
-                raise ValueError(f"no method {name!r}; there are: {', '.join(known)}")
-        slow = ["compiled step"] if quick else []  # a quick run does not wait for the compiler
-        chosen = [known[0], *(args.only or [name for name in known[1:] if name not in slow])]
-        methods = [m for m in methods if m[0] in chosen and (m[0] not in args.skip or m is methods[0])]
-        report = rep.Report(
-            args, "all methods", collection.cached, batch_size=B, prompt_len=T, n_tokens=n, n_shared=n_shared
-        )
-        losses, points, best = {}, {}, {}
-        for size in dict.fromkeys((1, B)):
-            prompts = utils.sample_prompts(valid_data, size, T)  # [B, T]
-            prompts[:, :n_shared] = prompts[:1, :n_shared]  # a beginning to share
-            prompts = prompts.to(dev)
-            built, why_not, kv_bytes, inapplicable = [], {}, {}, set()
-            for name, exact, build in methods:
-                try:
-                    with torch.no_grad():
-                        run, models, buffers, cache = build(prompts, n)
-                        run()
-                    if cache is not None:
-                        kv_bytes[name] = utils.cache_bytes_per_token(cache[0], cache[1], size)
-                    if exact and losses:  # the same weights, and the tokens are compared below
-                        losses[name] = losses[known[0]]
-                    elif name not in losses:
-                        losses[name] = utils.validation_loss(models[0], valid_data, 2 if quick else 128)
-                    built.append(utils.Method(name, run, models, buffers))
-                except Exception as error:  # whatever it is, the others go on and the row says it
-                    why_not[name] = " ".join(str(error).split())[:160] or type(error).__name__
-                    if isinstance(error, DoesNotApply):
-                        inapplicable.add(name)
-            results = utils.measure(built, size * n, args.repeats) if built else {}
-            if methods[0][0] in why_not:
-                raise ValueError(f"the baseline fails: {why_not[methods[0][0]]}")
-            reference = results[built[0].name].output  # [B, T + n]
-            with torch.no_grad():
-                logits = collection.cached(reference[:, :-1])[0][:, T - 1 :]  # [B, n, V]
-            by_name = {method.name: method for method in built}
-            points[size] = []
-            for name, exact, _ in methods:
-                row = f"{name}, batch {size}"
-                if name in why_not:
-                    report.row(row, error=why_not[name])
-                    if name in inapplicable:
-                        report.why(f"{row}: {why_not[name]}.")
-                    else:
-                        report.check(f"{row}: runs ({why_not[name]})", False)
-                    continue
-                m, method = results[name], by_name[name]
-                first = utils.first_difference(m.output[:, T:], reference[:, T:], logits) if exact else None
-                if exact and method is not built[0]:
-                    report.check(f"{row}: same tokens as without a cache", first is None)
-                if m.n_steps < n:  # several tokens a step: its time is not that of a token
-                    m = m._replace(tpot_ms=None, tpot_p99_ms=None)
-                report.row(
-                    row,
-                    m,
-                    baseline=method is built[0],
-                    peak_memory_mb=utils.peak_memory_mb(
-                        method.run, *method.models, inputs=[prompts, *method.buffers]
-                    ),
-                    kv_bytes_per_token=kv_bytes.get(name),
-                    valid_loss=losses.get(name),
-                    n_parameters=utils.n_parameters(method.models[0]),
-                    same_output=first is None if exact else "approximate",
-                )
-                if name in losses:
-                    points[size].append(
-                        (name, m.tokens_per_s, round(losses[name], 4))
-                    )  # the rest is rounding
-            winners = frontier(points[size])
-            rest = [point for point in points[size] if point[0] not in winners]
-            best[size] = winners, frontier(rest)
-
-        limits = rep.measure_ceilings(dev, args.dtype)
-        for size, found in points.items():
-            fastest = max(found, key=lambda point: point[1])
-            step = rep.forward_cost(p, vocab_size, size, 1, T + n // 2, args.dtype)
-            report.why(
-                f"Batch {size}: the fastest is {fastest[0]} with {fastest[1]:.0f} tokens/s, "
-                f"{fastest[1] / found[0][1]:.1f} times the baseline's. A step with a cache computes "
-                f"{step.flops / 1e9:.3f} GFLOP and reads {step.n_bytes / 1e6:.0f} MB: at least "
-                f"{rep.lower_bound_ms(step, limits):.2f} ms here."
+        fastest = {}
+        for B, rows in tables.items():
+            exact = [row for row in rows.values() if row["same_output"] is True and row["tokens_per_s"]]
+            fastest[B] = max(exact, key=lambda row: row["tokens_per_s"])
+            figures = ("method", "tokens_per_s", "valid_loss")
+            report.sweep(
+                f"Batch {B}: the frontier of speed and loss; fastest with the baseline's tokens: "
+                + fastest[B]["method"],
+                [{key: row[key] for key in figures} for row in frontier(rows.values())],
             )
-            report.why(
-                f"On the frontier of speed against loss at batch {size}: {', '.join(best[size][0])}. All "
-                "others are slower than one of these at no lower loss. Without these the frontier is: "
-                f"{', '.join(best[size][1])}."
-            )
-        for size, found in points.items():
-            speed = {name: tokens_per_s for name, tokens_per_s, _ in found}
-            ratios = {
-                name: speed[name] / speed["KV cache"]
-                for name, _, _ in peers
-                if {name, "KV cache"} <= {*speed}
-            }
-            if ratios:
-                listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-                report.why(f"Batch {size}, tokens/s over those of the KV cache here: {listed}.")
-        if peers:
-            report.why(PEERS)
-        report.why(
-            "Methods for many requests (batching, paging) gain nothing on equal requests that all start at "
-            "once; their own scripts have the queues on which they do. Conversions and pruning are shown "
-            "without training on, which their scripts add. Sparsity and caches of answers change no step."
-        )
-        if args.plot:
-            figure, axes = rep.new_figure()
-            for size, found in points.items():
-                axes.plot(
-                    [point[0] for point in found], [point[1] for point in found], "o", label=f"batch {size}"
-                )
-            axes.set(ylabel="tokens/s", yscale="log", title="All methods on the same prompts")
-            axes.tick_params(axis="x", rotation=75)
-            axes.legend()
-            rep.save_figure(figure, args.plot)
-            figure, axes = rep.new_figure()
-            for size, found in points.items():
-                dots = axes.scatter([f[1] for f in found], [f[2] for f in found], label=f"batch {size}")
-                for names_of_edge, style in zip(best[size], ("-", ":"), strict=True):  # and what comes next
-                    edge = sorted((f for f in found if f[0] in names_of_edge), key=lambda f: f[1])
-                    axes.plot(
-                        [f[1] for f in edge], [f[2] for f in edge], style, color=dots.get_facecolor()[0]
-                    )
-                    for name, speed, loss in edge:
-                        axes.annotate(name, (speed, loss), fontsize=7, ha="right", va="bottom")
-            axes.set(xlabel="tokens/s", ylabel="validation loss (nats)", xscale="log")
-            axes.set_title("Loss against speed, and the frontier")
-            axes.legend()
-            rep.save_figure(figure, args.plot.with_stem(args.plot.stem + "-frontier"))
+            points = {n: (r["tokens_per_s"], r["valid_loss"]) for n, r in rows.items() if r["valid_loss"]}
+            report.plot_points(points, "tokens/s", "valid loss (nats)", f"Batch {B}")
+        one, many = tables[1], tables[args.batch_size]
+        report.why(words.compare(fastest[1], one["no cache"], "tokens_per_s"))
+        report.why(words.compare(fastest[args.batch_size], many["no cache"], "tokens_per_s"))
+        approximate = [row for row in one.values() if row.get("approximate")]
+        if approximate:
+            best = max(approximate, key=lambda row: row["tokens_per_s"])
+            report.why(words.compare(best, fastest[1], "tokens_per_s") + words.loss(best))
+        n, V = args.prompt_len + args.n_tokens // 2, text.vocab_size
+        step = forward_cost(parameters_of(collection.dense), V, 1, 1, n, args.dtype)
+        cached = [name for name in ("KV cache", "compiled step", "transformers") if name in one]
+        report.why_step(dict.fromkeys(cached, step) or {"no cache": step}, one)
         report.finish()

@@ -90,6 +90,7 @@ if __name__ == "__main__":
     import inference_words as words
     from inference_report import Method
     from inference_utils import cached_logits, parameters_of
+    from linear_packed import pack_linears
 
     sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 192}
     parser = harness.options(__doc__, repeats=3, quick={"n_tokens": 8, "batch_size": 2}, **sizes)
@@ -108,7 +109,7 @@ if __name__ == "__main__":
 
             if T + n_new > W + 1:  # the last token is not read
                 raise ValueError(f"--peers: OPT ends at the context, so --n-tokens {W + 1 - T} at most")
-            opt = opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0])
+            opt = pack_linears(opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0]))
             peers = [Method("transformers", generate_opt, opt, None, loss=False)]
         report = harness.Report(args, "KV cache", plain, text=text, prompt_len=T)
         tables = {}

@@ -1,266 +1,170 @@
 """Trains GPTlite on Shakespeare's plays, and writes the checkpoint that every other script loads.
 
-Idea: plain next-character training, arranged so that 30 million tokens fit two CPU cores: bfloat16
-matrix products, attention tiled along the queries so that half of what the mask hides is never computed,
-and stochastic depth (deeper blocks are skipped more often), which regularises like dropout but removes
-work instead of adding random numbers. A state file is written every few minutes, and every batch
-follows from the seed and the step, so a killed run resumes and repeats itself exactly.
+Idea: plain next-character training with dropout on embeddings, attention and MLP, arranged so that tens of
+millions of tokens fit two CPU cores: matrix products in bfloat16, attention tiled along the queries so that
+half of what the mask hides is never computed, and dropout from one random byte an element. Every batch and
+every mask follow from the seed and the step, and a state is written every few minutes, so a run that was
+stopped goes on and repeats itself exactly.
 
-Exact or approximate: tiling is exact; bfloat16 products and stochastic depth change the training run,
-not the trained model, which is evaluated whole.
+Exact or approximate: tiling is exact; bfloat16 products and dropout change the training run, not the trained
+model, which is evaluated whole. Wins over stochastic depth, the regulariser of an earlier run, in what the
+model is: every block counts, while blocks that were left out at random could be removed afterwards without a
+loss. Loses time: about a tenth of a step goes to random numbers that skipping blocks does not need.
 
-Run: python main_training.py --steps 7400            (--resume goes on after an interruption)
+Run: python main_training.py            (hours; --resume goes on after an interruption)
 
-Source: Radford et al., GPT-2, 2019; Loshchilov and Hutter, AdamW, 2019; Huang et al., Deep Networks with
-Stochastic Depth, 2016.
+Source: Radford et al., GPT-2, 2019; Srivastava et al., Dropout, 2014; Loshchilov and Hutter, AdamW, 2019;
+Haegele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, 2024 (schedule).
 """
 
-import math
+import copy
 
 import torch
 import torch.nn.functional as F
 
 from data.shakespeare import get_batch
-from gptlite import GPTlite, MultiHeadAttention, scaled_dot_product_attention
-from inference_training import autocast, optimizer_step
+from gptlite import GPTlite
+from inference_training import use_training_attention
 
-DROPOUT = 0.0  # 0 to 1; its random numbers cost 13% of a step on a CPU, so the next line takes its place
-CURVE_WINDOWS = 64  # windows of an evaluation during training; the end is evaluated like every method
-DROP = 0.3  # probability of leaving out the last block in a step; earlier blocks in proportion
+DROPOUT = 0.2  # as in nanoGPT's character model of this shape
+PEAK_LR = 1e-3
+DECAY = 0.3  # share of the run in which the learning rate falls
 
 
-def tiled_causal_attention(Q, K, V, tile=128):
-    """Textbook causal attention, one tile of queries at a time, on the keys that this tile can see.
+class ByteDropout(torch.nn.Dropout):
+    """Dropout that draws one random byte an element, eight at once: a fifth of nn.Dropout's time on a CPU."""
 
-    Args: Q, K, V [B, H, T, D]; tile: queries in a tile.
-    Returns: [B, H, T, D]. With T = 2 * tile a quarter of the score matrix is never computed.
+    def forward(self, x):
+        if not self.training or self.p == 0:
+            return x
+        n_dropped = round(256 * self.p)  # of 256 values of a byte
+        words = torch.empty(x.numel() // 8 + 1, dtype=torch.int64, device=x.device).random_(-(2**63), None)
+        keep = words.view(torch.uint8)[: x.numel()].view(x.shape) >= n_dropped  # [...]
+        return x * keep * (256 / (256 - n_dropped))
+
+
+class GPTlite_Training(GPTlite):
+    """GPTlite with the attention for training, and dropout on embeddings, attention and MLP outputs."""
+
+    def __init__(self, vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen):
+        super().__init__(vocab_size, d_model, n_heads, d_head, n_layers, dropout_p, seqlen)
+        self.dropout = ByteDropout(dropout_p)
+        for block in use_training_attention(self).blocks:
+            block.mha.dropout = block.ffwd.net[3] = self.dropout
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device)  # [T]
+        x = self.dropout(self.token_embedding(x) + self.position_embedding(positions))  # [B, T, E]
+        for block in self.blocks:
+            x = block(x)  # [B, T, E]
+        return self.fc_out(self.ln(x))  # [B, T, V]
+
+
+def warmup_stable_decay(progress, peak_lr, warmup=0.01, decay=DECAY):
+    """Learning rate: a warm-up, constant, then a straight fall to zero. progress: share done, 0 to 1.
+
+    Unlike a cosine it does not depend on the length of the run before the fall begins, so that a run can be
+    made longer when it goes on.
     """
-    T, D = Q.shape[-2:]
-    out = []
-    for start in range(0, T, tile):
-        stop = min(start + tile, T)
-        scores = Q[..., start:stop, :] @ K[..., :stop, :].transpose(-2, -1)  # [B, H, tile, stop]
-        hidden = torch.full((stop - start, stop), float("-inf"), dtype=scores.dtype, device=Q.device)
-        hidden = hidden.triu(start + 1)  # [tile, stop]: 0 where a key is visible
-        weights = F.softmax(scores / math.sqrt(D) + hidden, dim=-1)  # [B, H, tile, stop]
-        out.append(weights @ V[..., :stop, :])  # [B, H, tile, D]
-    return torch.cat(out, dim=-2)
-
-
-class MultiHeadAttention_Training(MultiHeadAttention):
-    """The same attention for training: fused on a GPU, tiled on a CPU (whose fused backward is slow)."""
-
-    def forward(self, x, causal_mask=True):
-        Q = self.split_heads(self.query_proj(x))  # [B, H, T, D]
-        K = self.split_heads(self.key_proj(x))  # [B, H, T, D]
-        V = self.split_heads(self.value_proj(x))  # [B, H, T, D]
-        if x.device.type == "cpu":
-            out = tiled_causal_attention(Q, K, V)  # [B, H, T, D]
-        else:
-            out = F.scaled_dot_product_attention(Q, K, V, is_causal=True)  # [B, H, T, D]
-        return self.dropout(self.out_proj(self.merge_heads(out)))  # [B, T, E]
-
-
-def forward_with_stochastic_depth(model, x, drop, generator):
-    """GPTlite's forward pass that leaves out block l with probability drop * l / (L - 1).
-
-    Args: x: token ids [B, T]; drop: probability of skipping the last block; generator: source of the
-        decisions, one a block and step.
-    Returns: logits [B, T, V]. What a block adds is divided by its probability of being there, so that
-        its expectation is the whole model's.
-    """
-    L = len(model.blocks)
-    positions = torch.arange(x.shape[1], device=x.device)  # [T]
-    x = model.token_embedding(x) + model.position_embedding(positions)  # [B, T, E]
-    for layer, block in enumerate(model.blocks):
-        p = drop * layer / max(L - 1, 1)
-        if torch.rand((), generator=generator) >= p:
-            x = x + (block(x) - x) / (1 - p) if p else block(x)  # [B, T, E]
-    return model.fc_out(model.ln(x))  # [B, T, V]
-
-
-def training_step(model, optimizer, x, y, lr, drop, generator):
-    """One step of training: forward with stochastic depth, backward, clipping, update.
-
-    Args: x, y: inputs and targets [B, T]; lr: learning rate of this step; drop, generator: as in
-        forward_with_stochastic_depth.
-    Returns: the loss of the batch in nats per token, a tensor.
-    """
-    with autocast(x.device):
-        logits = forward_with_stochastic_depth(model, x, drop, generator)  # [B, T, V]
-    loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-    optimizer_step(model, optimizer, loss, lr)
-    return loss.detach()
+    return peak_lr * min(1.0, progress / warmup, (1 - progress) / decay)
 
 
 def batch_of_step(data, batch_size, seqlen, seed, step):
-    """Inputs and targets [B, T] of a step, and the generator for what else the step draws.
-
-    They follow from seed and step alone, so a resumed run sees what an uninterrupted one sees.
-    """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    return *get_batch(data, batch_size, seqlen, generator), generator
+    """Inputs and targets [B, T] of a step; what dropout draws follows from seed and step as well."""
+    torch.manual_seed(seed * 1_000_003 + step)  # dropout draws from this one
+    return get_batch(data, batch_size, seqlen, torch.Generator().manual_seed(seed * 1_000_003 + step))
 
 
-def model_for_training(vocab_size, p):
-    """GPTlite with random weights and the attention for training; p: its parameters."""
-    model = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, DROPOUT, p.seqlen)
-    for block in model.blocks:
-        block.mha.__class__ = MultiHeadAttention_Training  # the same weights, another forward
-    return model
+def next_token_loss(logits, targets):
+    """Mean cross entropy in nats: logits [B, T, V], targets [B, T]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def without_blocks(model, layers):
+    """A copy of the model without the blocks of these numbers."""
+    shorter = copy.deepcopy(model)
+    shorter.blocks = torch.nn.ModuleList(b for i, b in enumerate(shorter.blocks) if i not in layers)
+    return shorter
 
 
 if __name__ == "__main__":
-    import signal
-    import sys
-    import tempfile
-    import time
-    from pathlib import Path
+    import math
 
-    from tqdm import tqdm
-
-    import inference_report as rep
+    import inference_report as harness
     import inference_training as training
     import inference_utils as utils
-    from data.shakespeare import check_length, get_shakespeare_data
+    import inference_words as words
     from gptlite import get_gptlite_distilled_model_parameters, get_gptlite_model_parameters
 
     default = utils.ROOT / "checkpoints" / "gptlite_trained.pth"
     how = {"repeats": None, "dtype": False}  # it times nothing twice, and the weights it trains are float32
-    parser = rep.options(__doc__, checkpoint=default, checkpoint_help="weights to write", **how)
+    how |= {"checkpoint": default, "checkpoint_help": "weights to write"}
+    parser = harness.options(__doc__, quick={"size": "distilled", "steps": 10}, **how)
     parser.add_argument("--size", choices=["full", "distilled"], default="full", help="which model")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=rep.positive_int, default=7400, help="length of the run in steps")
-    length.add_argument("--minutes", type=rep.positive_int, help="length of the run in time instead")
+    parser.add_argument("--steps", type=harness.positive_int, default=11000, help="steps of the whole run")
     parser.add_argument("--resume", action="store_true", help="go on from the last saved state")
-    with rep.script(parser) as args:
+    columns = {"train_loss": ("train loss", "{:.4f}"), "tokens_seen": ("tokens seen", "{:,}")}
+    columns |= {"training_tokens_per_s": ("training tokens/s", "{:.0f}")}
+    with harness.script(parser) as args:
         sizes = {"full": get_gptlite_model_parameters, "distilled": get_gptlite_distilled_model_parameters}
-        p = sizes["distilled" if args.quick else args.size]()
-        if args.quick and args.resume:
-            raise ValueError("--quick keeps nothing, so there is nothing to --resume")
-        if args.quick:  # ten steps that leave nothing behind
-            folder = tempfile.TemporaryDirectory()
-            p = p._replace(batch_size=4, seqlen=64)
-            args.steps, args.minutes, args.checkpoint = 10, None, Path(folder.name) / "quick.pth"
-        rep.check_writable(args.checkpoint, (".pth",))
-        state_path = args.checkpoint.with_suffix(".state")
-        vocab_size, train_data, valid_data, _, _ = get_shakespeare_data(args.data)
-        check_length(train_data, p.seqlen, "the training part of the text")  # now, and not later
-        check_length(valid_data, p.seqlen + 1, "the validation part of the text (its last tenth)")
-        model = model_for_training(vocab_size, p).to(args.device)
-        optimizer = training.make_optimizer(model, p.lr)
-        settings = {"steps": None if args.minutes else args.steps, "minutes": args.minutes}
-        settings |= {"seed": args.seed, "drop": DROP, "n_train": len(train_data), **p._asdict()}
-        step, seconds = 0, 0.0
-        losses, curve = [], []  # of the steps since the last point; [step, training loss, validation loss]
-        if args.resume:
-            types = {"model": dict, "optimizer": dict, "seconds": float, "curve": list}
-            state = training.load_state(state_path, settings, **types)
-            utils.load_weights(model, state["model"], str(state_path))
-            optimizer.load_state_dict(state["optimizer"])
-            step, seconds, curve = state["step"], state["seconds"], state["curve"]
-            losses = state.get("losses", [])  # not in states of earlier versions
+        p = sizes[args.size]()._replace(lr=PEAK_LR, dropout_p=DROPOUT)
+        p = p._replace(batch_size=4) if args.quick else p
+        output, text = training.output_of(args, args.checkpoint), harness.load_text(args)
+        shape = {key: value for key, value in p._asdict().items() if key not in ("batch_size", "lr")}
+        model = GPTlite_Training(text.vocab_size, **shape).to(args.device).train()
+        report = harness.Report(args, "training", model, columns, text=text, **p._asdict(), steps=args.steps)
 
-        def save(may_fail=False):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "settings": settings}
-            state |= {"step": step, "seconds": seconds, "curve": curve, "losses": losses}
-            training.save_state(state_path, state, model, may_fail=may_fail)
+        def batch_of(step):
+            batch = batch_of_step(text.train, p.batch_size, p.seqlen, args.seed, step)
+            return [part.to(args.device) for part in batch]
 
-        def progress():
-            return seconds / 60 / args.minutes if args.minutes else step / args.steps
+        curves, facts = training.train_side_by_side(
+            {"GPTlite": model},
+            batch_of,
+            lambda name, logits, batch: next_token_loss(logits, batch[1]),
+            training.settings_of(args, text, p, "steps", "seed") | {"decay": DECAY},
+            text.valid,
+            args.n_windows,
+            output.with_suffix(".state"),
+            args.resume,
+            schedule=warmup_stable_decay,
+            n_evaluations=max(args.steps // 200, 2),
+            unsettled=1 - DECAY,
+        )
+        curve = curves["GPTlite"]
+        training.write_weights(output, model)  # together: the card holds their hash
+        trained = utils.model_from(utils.load_checkpoint(output), GPTlite, text.vocab_size).to(args.device)
+        last = range(p.n_layers)
+        losses = {"none": report.loss_of(trained)}
+        for layers in [*([i] for i in last), *(last[-n:] for n in range(2, p.n_layers))]:
+            name = ", ".join(str(i + 1) for i in layers)
+            losses[name] = report.loss_of(without_blocks(trained, layers))
+        costs = {name: utils.loss_difference(one, losses["none"]) for name, one in losses.items()}
+        rows = [{"blocks left out": name, "costs": cost, "+-": se} for name, (cost, se) in costs.items()]
+        report.sweep("What the blocks are worth: loss without them", rows)
+        facts["train_loss"] = round(utils.validation_loss(trained, text.train, args.n_windows), 4)
+        facts["costs_of_blocks"] = {row["blocks left out"]: round(row["costs"], 4) for row in rows[1:]}
+        loss, n_weights = losses["none"].mean().item(), utils.n_parameters(trained)
+        parameters = p._asdict() | {"vocab_size": text.vocab_size, "n_parameters": n_weights}
+        training.write_card(output, parameters, loss, args.data, facts, args.n_windows, curve)
 
-        bar = tqdm(total=100, disable=None, bar_format="{percentage:.1f}%|{bar}| {remaining} left{postfix}")
-        last_save = time.monotonic()
-        interval, n_windows = (5, 4) if args.quick else (200, CURVE_WINDOWS)  # steps between evaluations
-        with bar, training.stop_between_steps(signal.SIGINT) as stop:
-            while progress() < 1 and not stop:
-                with utils.Timer(args.device) as timer:
-                    x, y, generator = batch_of_step(train_data, p.batch_size, p.seqlen, args.seed, step)
-                    x, y = x.to(args.device), y.to(args.device)
-                    lr = training.learning_rate(progress() if args.minutes else (step + 1) / args.steps, p.lr)
-                    loss = training_step(model, optimizer, x, y, lr, DROP, generator).item()
-                step, seconds = step + 1, seconds + timer.seconds
-                training.check_finite(step, loss)
-                losses.append(loss)
-                if step % interval == 0 or progress() >= 1:
-                    valid = utils.validation_loss(model, valid_data, n_windows, p.seqlen)
-                    training.check_finite(step, valid)
-                    curve.append([step, round(sum(losses) / len(losses), 4), round(valid, 4)])
-                    losses = []
-                    if bar.disable:
-                        print(f"step {step}: loss {curve[-1][1]}, validation {valid:.4f}, {seconds:.0f} s")
-                bar.n = min(100 * progress(), 100)
-                known = f", validation {curve[-1][2]:.3f}" if curve else ""
-                speed = step * p.batch_size * p.seqlen / seconds
-                bar.set_postfix_str(f"step {step}, loss {loss:.3f}{known}, {speed:.0f} tokens/s")
-                if time.monotonic() - last_save > 180:
-                    save(may_fail=True)
-                    last_save = time.monotonic()
-            save()
-        if stop:
-            print(f"\nstopped at step {step}; '{training.command_line()} --resume' goes on")
-            sys.exit(130)
-
-        training.write_weights(args.checkpoint, model)
-        trained = GPTlite(vocab_size, p.d_model, p.n_heads, p.d_head, p.n_layers, DROPOUT, p.seqlen)
-        utils.load_weights(trained, utils.load_checkpoint(args.checkpoint)).to(args.device).eval()
-        valid = utils.validation_loss(trained, valid_data, 4 if args.quick else 128, p.seqlen)
-        parameters = p._asdict() | {"vocab_size": vocab_size, "n_parameters": utils.n_parameters(model)}
-        facts = {"tokens_seen": step * p.batch_size * p.seqlen, "settings": settings}
-        facts |= {"training_minutes": round(seconds / 60, 1), "device": rep.device_name(args.device)}
-        json_path = training.write_card(
-            args.checkpoint, parameters, valid, args.data, facts, CURVE_WINDOWS, curve
+        seen = {key: facts[key] for key in ("tokens_seen", "train_loss")}
+        seen["training_tokens_per_s"] = facts["tokens_seen"] / (60 * max(facts["training_minutes"], 0.01))
+        report.row(f"GPTlite, {args.steps} steps", valid_loss=loss, n_parameters=n_weights, **seen)
+        report.check("the model predicts better than chance", loss < math.log(text.vocab_size))
+        gap = f"{loss - facts['train_loss']:+.3f} nats"
+        by_heart = (
+            f"Unseen plays cost {gap} against the training text, which the model knows by heart so far."
         )
-
-        columns = {"training_loss": ("training loss", "{:.4f}"), "tokens_seen": ("tokens seen", "{:,}")}
-        columns |= {"training_tokens_per_s": ("training tokens/s", "{:.0f}")}
-        report = rep.Report(args, "training", trained, columns, batch_size=p.batch_size, seqlen=p.seqlen)
-        speed = facts["tokens_seen"] / seconds
-        report.row(
-            f"GPTlite, {step} steps",
-            baseline=True,
-            valid_loss=valid,
-            n_parameters=utils.n_parameters(trained),
-            training_loss=curve[-1][1],
-            tokens_seen=facts["tokens_seen"],
-            training_tokens_per_s=speed,
+        same = f"Unseen plays cost {gap} against the training text: nothing is known by heart yet."
+        report.why(words.choose(loss - facts["train_loss"], (0.02, by_heart), same))
+        least = min(rows[1 : 1 + p.n_layers], key=lambda row: row["costs"])
+        what = f"leaving out block {least['blocks left out']} costs {least['costs']:+.4f} nats"
+        counts, idle = f"Every block counts: {what}, and no other less.", f"Not every block counts: {what}."
+        report.why(words.choose(least["costs"], (2 * least["+-"], counts), idle))
+        tokens, seen, unseen = zip(
+            *((n * p.batch_size * p.seqlen / 1e6, *pair) for n, *pair in curve), strict=True
         )
-        Q, K, V = torch.randn(3, 2, p.n_heads, p.seqlen, p.d_head).unbind(0)
-        textbook = scaled_dot_product_attention(Q, K, V)
-        difference = utils.largest_difference(tiled_causal_attention(Q, K, V), textbook)
-        report.check(f"tiled attention is the textbook's within 1e-5 ({difference:.0e})", difference < 1e-5)
-        report.check("the model predicts better than chance", valid < math.log(vocab_size))
-        cost = rep.forward_cost(p, vocab_size, p.batch_size, p.seqlen, 0, torch.float32)
-        dtype = torch.bfloat16 if training.has_bfloat16(args.device) else torch.float32
-        limit = rep.measure_ceilings(args.device, dtype).flops_per_s
-        kept = 1 - DROP / 2  # share of the blocks that run
-        per_token = cost.flops / (p.batch_size * p.seqlen)
-        rate = 3 * kept * per_token * speed
-        report.why(
-            f"A token costs {per_token / 1e6:.0f} MFLOP forward and twice that backward; stochastic depth "
-            f"runs {kept:.0%} of the blocks. {speed:.0f} tokens/s are {rate / 1e9:.0f} GFLOP/s, "
-            f"{100 * rate / limit:.0f}% of the {limit / 1e9:.0f} that {str(dtype).removeprefix('torch.')} "
-            "matrix products reach here; attention and element-wise operations take the rest."
-        )
-        report.why(
-            f"{facts['tokens_seen'] / len(train_data):.1f} passes over {len(train_data):,} training "
-            "characters. The training loss is measured with blocks left out: above the whole model's."
-        )
-        report.why(
-            "A quick run keeps nothing."
-            if args.quick
-            else f"Written: {args.checkpoint.name} and {json_path.name}, validation loss {valid:.4f}; "
-            f"{state_path.name}, from which --resume goes on, may be deleted."
-        )
-        if args.plot:
-            figure, axes = rep.new_figure()
-            tokens = [point[0] * p.batch_size * p.seqlen / 1e6 for point in curve]
-            axes.plot(tokens, [point[1] for point in curve], label="training (blocks left out)")
-            axes.plot(
-                tokens, [point[2] for point in curve], label=f"validation plays, {CURVE_WINDOWS} windows"
-            )
-            axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per character)")
-            axes.set_title(f"GPTlite on Shakespeare's plays: {valid:.3f} nats in the end, 128 windows")
-            axes.legend()
-            rep.save_figure(figure, args.plot)
+        lines = {"training (with dropout)": (tokens, seen), "unseen plays": (tokens, unseen)}
+        report.plot_lines(lines, "million tokens", "loss (nats per character)", f"{loss:.3f} nats in the end")
         report.finish()

@@ -199,7 +199,13 @@ if __name__ == "__main__":
                 from gptlite_opt import generate_opt, opt_from_gptlite
 
                 methods.append(
-                    Method("transformers", generate_opt, opt_from_gptlite(ordinary), None, loss=False)
+                    Method(
+                        "transformers",
+                        generate_opt,
+                        pack_linears(opt_from_gptlite(ordinary)),
+                        None,
+                        loss=False,
+                    )
                 )
             tables[B] = report.compare(text.prompts(B, args.prompt_len), args.n_tokens, *methods)
 

@@ -1,4 +1,4 @@
-"""main_training.py: its attention, its stochastic depth, and runs that stop and go on."""
+"""main_training.py: its dropout, its schedule, and runs that stop and go on."""
 
 import json
 import runpy
@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import ROOT, assert_close, tiny_model
+from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,59 +15,62 @@ import inference_training as training
 from gptlite import GPTlite
 from inference_training import check_finite, save_state, stop_between_steps
 from inference_utils import load_checkpoint
-from main_training import (
-    MultiHeadAttention_Training,
-    batch_of_step,
-    forward_with_stochastic_depth,
-    tiled_causal_attention,
-)
+from main_training import ByteDropout, GPTlite_Training, batch_of_step, warmup_stable_decay, without_blocks
 
 
-@settings(max_examples=20, deadline=None)
-@given(T=st.integers(1, 40), tile=st.integers(1, 48), seed=st.integers(0, 99))
-def test_tiled_attention_is_pytorchs(T, tile, seed):
-    generator = torch.Generator().manual_seed(seed)
-    Q, K, V = torch.randn(3, 2, 3, T, 8, dtype=torch.float64, generator=generator)
-    expected = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
-    assert_close(tiled_causal_attention(Q, K, V, tile), expected)
+def test_training_changes_nothing_in_evaluation():
+    model, training_model = tiny_model(GPTlite), tiny_model(GPTlite_Training, dropout_p=0.5)
+    x = random_tokens(3, 16)
+    assert_close(training_model(x), model(x))
+    assert {*training_model.state_dict()} == {*model.state_dict()}
+    assert not torch.equal(training_model.train()(x), training_model(x))  # dropout is on
 
 
-def test_training_attention_changes_nothing():
-    model = tiny_model(GPTlite)
-    x = torch.randint(16, (3, 16))
-    expected = model(x)
-    for block in model.blocks:
-        block.mha.__class__ = MultiHeadAttention_Training
-    assert_close(model(x), expected)
+@given(st.integers(1, 40), st.integers(0, 99), st.sampled_from([0.0, 0.2, 0.5]))
+@settings(max_examples=20)
+def test_byte_dropout(n, seed, p):
+    """Zeros or x * 1 / (1 - p), of the share that is asked for; reproducible; nothing in evaluation."""
+    torch.manual_seed(seed)
+    x, dropout = torch.full((50, n), 3.0), ByteDropout(p)
+    out = dropout(x)
+    kept = 1 - round(256 * p) / 256
+    assert ((out == 0) | (out == 3.0 / kept)).all()
+    assert abs((out != 0).float().mean().item() - kept) < 4 * (0.25 / out.numel()) ** 0.5 + 1e-9
+    torch.manual_seed(seed)
+    assert torch.equal(out, dropout(x)) and torch.equal(dropout.eval()(x), x)
 
 
-def test_stochastic_depth():
-    model = tiny_model(GPTlite, n_layers=2)
-    x = torch.randint(16, (2, 8))
-    whole = forward_with_stochastic_depth(model, x, 0.0, torch.Generator())
-    assert_close(whole, model(x))
-    # two layers: the first always runs, the last is dropped with the full probability
-    embedded = model.token_embedding(x) + model.position_embedding(torch.arange(8))
-    first = model.blocks[0](embedded)
-    added = model.blocks[1](first) - first
-    without = model.fc_out(model.ln(first))
-    with_last = model.fc_out(model.ln(first + added / 0.25))  # what stays counts for what is dropped
-    kept = 0
-    for seed in range(40):
-        logits = forward_with_stochastic_depth(model, x, 0.75, torch.Generator().manual_seed(seed))
-        is_kept = torch.allclose(logits, with_last)
-        assert is_kept or torch.allclose(logits, without)
-        kept += is_kept
-    assert 2 <= kept <= 20  # 10 expected
+def test_dropout_of_one_half_has_a_mean_of_one():
+    torch.manual_seed(0)
+    assert ByteDropout(0.5)(torch.ones(1000, 100)).mean() == pytest.approx(1.0, abs=0.02)
+
+
+@given(st.floats(0, 1))
+def test_the_schedule(progress):
+    rate = warmup_stable_decay(progress, 2.0)
+    if progress <= 0.01:
+        assert rate == pytest.approx(200 * progress)
+    elif progress < 0.7:
+        assert rate == 2.0
+    else:
+        assert rate == pytest.approx(2.0 * (1 - progress) / 0.3)
 
 
 def test_batches_follow_from_seed_and_step():
     data = torch.arange(1000)
-    x, y, generator = batch_of_step(data, 4, 8, seed=1, step=7)
-    again, _, other = batch_of_step(data, 4, 8, seed=1, step=7)
-    assert torch.equal(x, again) and torch.equal(y, x + 1)
-    assert torch.rand((), generator=generator) == torch.rand((), generator=other)
+    x, y = batch_of_step(data, 4, 8, seed=1, step=7)
+    drawn = torch.rand(())
+    again, _ = batch_of_step(data, 4, 8, seed=1, step=7)
+    assert torch.equal(x, again) and torch.equal(y, x + 1) and torch.rand(()) == drawn
     assert not torch.equal(x, batch_of_step(data, 4, 8, seed=1, step=8)[0])
+
+
+def test_without_blocks():
+    model, x = tiny_model(GPTlite, n_layers=3), random_tokens(2, 8)
+    shorter = without_blocks(model, [0, 2])
+    embedded = model.token_embedding(x) + model.position_embedding(torch.arange(8))
+    assert_close(shorter(x), model.fc_out(model.ln(model.blocks[1](embedded))))
+    assert len(model.blocks) == 3
 
 
 def run_training(monkeypatch, *args):
@@ -103,21 +105,21 @@ def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, caps
     assert not parts.exists() and parts.with_suffix(".state").exists()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     state = torch.load(parts.with_suffix(".state"))
-    assert state["step"] == len(calls) == 2 and len(state["losses"]) == 2
+    assert state["step"] == len(calls) == 2 and len(state["losses"]["GPTlite"]) == 2
 
-    assert run_training(monkeypatch, "--resume", "--steps", "5", *options[2:], str(parts)) == 2
-    assert "is of a run with steps 4, not 5" in capsys.readouterr().err
+    assert state["step"] < 0.7 * 4  # so early the run may still be made longer, and too short it is refused
+    assert run_training(monkeypatch, "--resume", "--steps", "2", *options[2:], str(parts)) == 2
+    assert "is of a run with steps 4, not 2" in capsys.readouterr().err
+    other_text = tmp_path / "other.txt"
+    other_text.write_text(own_text.read_text().replace("question", "QUESTION"))
+    other = ["--steps", "4", "--data", str(other_text), "--checkpoint", str(parts), "--resume"]
+    assert run_training(monkeypatch, *other) == 2
+    assert "is of a run with training_text" in capsys.readouterr().err
     assert run_training(monkeypatch, *options, str(parts), "--resume") == 0
     expected, resumed = load_checkpoint(whole), load_checkpoint(parts)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     curves = [json.loads(path.with_suffix(".json").read_text())["loss_curve"] for path in (whole, parts)]
     assert curves[0] == curves[1]  # the mean training loss covers the steps before the interruption too
-
-    del state["losses"]  # as earlier versions wrote it
-    torch.save(state, parts.with_suffix(".state"))
-    assert run_training(monkeypatch, *options, str(parts), "--resume") == 0
-    again = load_checkpoint(parts)
-    assert all(torch.equal(expected[name], again[name]) for name in expected)
 
     facts = json.loads(parts.with_suffix(".json").read_text())
     assert facts["tokens_seen"] == 4 * 16 * 256
@@ -126,7 +128,7 @@ def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, caps
     assert sorted(path.name for path in tmp_path.iterdir() if "part." in path.name) == []
 
     path = parts.with_suffix(".state")
-    for wrong in (expected, [1], {**state, "step": "2"}, {k: v for k, v in state.items() if k != "curve"}):
+    for wrong in (expected, [1], {**state, "step": "2"}, {k: v for k, v in state.items() if k != "curves"}):
         torch.save(wrong, path)
         assert run_training(monkeypatch, *options, str(parts), "--resume") == 2
         assert "parts.state is not the state of a training run" in capsys.readouterr().err
@@ -239,11 +241,10 @@ def test_a_run_that_diverges_leaves_all_files(monkeypatch, tmp_path, capsys, bad
         (["--checkpoint", "no such folder/x.pth"], "there is no folder"),
         (["--checkpoint", "weights.bin"], "must end in .pth"),
         (["--steps", "0"], "not a number from 1 up"),
-        (["--steps", "5", "--minutes", "1"], "not allowed with"),
         (["--dtype", "bfloat16"], "unrecognized arguments: --dtype"),  # it would change nothing
         (["--repeats", "3"], "unrecognized arguments: --repeats"),
         (["--seed", str(10**15)], "too large"),
-        (["--data", "short.txt"], "the validation part of the text (its last tenth) is too short: 200"),
+        (["--data", "short.txt"], "the text is too short: 200 tokens"),
     ],
 )
 def test_bad_options(monkeypatch, tmp_path, capsys, args, message):
@@ -251,3 +252,13 @@ def test_bad_options(monkeypatch, tmp_path, capsys, args, message):
     (tmp_path / "short.txt").write_text("To be, or not to be\n" * 100)
     assert run_training(monkeypatch, *args) == 2
     assert message in capsys.readouterr().err
+
+
+def test_script():
+    run = run_script("main_training.py", "--quick", "--json", "-")
+    assert run.status == 0 and all(run.json["checks"].values()), run.stderr
+    (row,) = run.json["rows"]
+    assert row["tokens_seen"] == 10 * 4 * 256 and 1 < row["valid_loss"] < 4.6
+    (blocks,) = run.json["sweeps"].values()
+    assert [line["blocks left out"] for line in blocks] == ["none", "1", "2", "3", "2, 3"]
+    assert blocks[0]["costs"] == 0

@@ -1,0 +1,220 @@
+"""Makes everything in this folder again: reports as JSON, figures, and the tables of the README.
+
+Run: python results/make.py [NAME...]      (all that is missing or older than its script or the weights)
+     python results/make.py --render       (only the README's tables, from the reports that are there)
+     python results/make.py --quick DIR    (tiny runs into another folder, and a README rendered from them)
+
+A run that was interrupted goes on where it stopped: a report that its script, its options and the weights
+still have as they were is not made again, unless its NAME is given. At the end it names what changed by more
+than the spread of the runs, and reports that are older than their script.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "results"))
+
+from tables import TABLE, cells  # noqa: E402
+
+from inference_report import code_sha256, sha256_of  # noqa: E402
+
+RUNS = {  # what differs from a script without options; a name of its own where a script runs twice
+    "kvcache": ["main_kvcache.py", "--peers"],
+    "kvcache_compiled": ["more/kvcache_compiled.py", "--peers"],
+    "continuous_batching": ["main_continuous_batching.py", "--peers"],
+    "benchmark": ["main_benchmark.py", "--peers"],
+    "distillation_long": ["main_distillation.py", "--steps", "8000", "--alpha", "0"],
+    "pruning_long": ["main_pruning.py", "--steps", "500"],
+}
+LONG = {"distillation_long", "pruning_long"}  # hours: made only when they are named
+NOT_HERE = {"training", "kvcache_graph"}  # hours of training, or CUDA only
+
+
+def all_runs():
+    """{name: [script, options...]} of every script, in the order of the table."""
+    runs = {}
+    for script in [*sorted(ROOT.glob("main_*.py")), *sorted(ROOT.glob("more/[a-z]*.py"))]:
+        name = script.stem.removeprefix("main_")
+        runs[name] = [script.relative_to(ROOT).as_posix()]
+    return runs | RUNS
+
+
+def machine_of(config):
+    """The folder of a machine's reports, from what a report says of it."""
+    words = config["device_name"] + ("" if config["device"] == "cuda" else f" {config['threads']} threads")
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def is_fresh(report, command):
+    """Whether a report was made by the script as it is, with these options, on the weights as they are."""
+    config = report["config"]
+    checkpoint = ROOT / "checkpoints" / config["checkpoint"]
+    weights = config["weights_sha256"] in (None, sha256_of(checkpoint))
+    return (
+        weights and config["code_sha256"] == code_sha256(ROOT / command[0]) and report["command"] == command
+    )
+
+
+def run(name, command, folder, figures, extra=()):
+    """Runs a script; its report with the command in it, or None where it failed or does not run here."""
+    scratch = folder / f"{name}.part.json"
+    page = subprocess.run(
+        [sys.executable, ROOT / command[0], "--help"], capture_output=True, text=True
+    ).stdout
+    words = [sys.executable, str(ROOT / command[0]), *command[1:], *extra, "--json", str(scratch)]
+    words += ["--plot", str(figures / f"{name}.png")] if "--plot" in page else []
+    started = time.monotonic()
+    result = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    seconds = time.monotonic() - started
+    print(f"{name}: {seconds:.0f} s, status {result.returncode}", flush=True)
+    if result.returncode != 0 or not scratch.is_file():
+        print("  " + (result.stderr.strip().splitlines() or ["a check is false"])[-1], flush=True)
+        print("\n".join(f"  {line}" for line in result.stdout.splitlines() if "FAILED" in line), flush=True)
+        scratch.unlink(missing_ok=True)
+        return None
+    report = json.loads(scratch.read_text()) | {"command": [*command, *extra], "seconds": round(seconds)}
+    scratch.unlink()
+    return report, result.stdout
+
+
+def write(report, name, results):
+    """Writes a report to its machine's folder; the report that was there before, or None."""
+    path = results / machine_of(report["config"]) / f"{name}.json"
+    before = json.loads(path.read_text()) if path.is_file() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
+    return before
+
+
+def changes(name, before, after):
+    """Lines on figures of the same rows that moved by more than the spread of both runs."""
+    lines, old = [], {row["method"]: row for row in before["rows"]}
+    for row in after["rows"]:
+        was = old.get(row["method"], {})
+        for key in ("ttft_ms", "tpot_ms", "tokens_per_s", "valid_loss"):
+            a, b = was.get(key), row.get(key)
+            if a is None or b is None:
+                continue
+            low, high = row.get(f"{key}_spread") or (b, b)
+            low_before, high_before = was.get(f"{key}_spread") or (a, a)
+            if (low > high_before or high < low_before) and abs(a - b) > 1e-4:
+                lines.append(f"{name}, {row['method']}: {key} {a:.4g} -> {b:.4g}")
+    return lines
+
+
+def load(results, machine):
+    """{name: report} of a machine."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((results / machine).glob("*.json"))}
+
+
+def link(script):
+    return f"[{Path(script).stem.removeprefix('main_')}]({script})"
+
+
+def render(text, reports, samples):
+    """The README with its tables and samples as the reports have them, between the markers."""
+    lines = [
+        "| technique | exact | training | reduces | gain here | cost here |",
+        "|---|---|---|---|---|---|",
+    ]
+    for entry in TABLE:
+        scripts = f"[{entry['technique']}]({entry['script']})"
+        deeper = ", ".join(link(script) for script in entry["deeper"])
+        gain, cost = cells(entry, reports)
+        row = [scripts + (f"<br>{deeper}" if deeper else ""), entry["exact"], entry["training"]]
+        lines.append("| " + " | ".join([*row, entry["reduces"], gain, cost]) + " |")
+    parts = {"techniques": "\n".join(lines), "machine": machine_line(reports), **samples}
+    for name, part in parts.items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text = re.sub(pattern, lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text, flags=re.S)
+    return text
+
+
+def machine_line(reports):
+    configs = [report["config"] for report in reports.values()]
+    machines = sorted({f"{c['device_name']}, {c['threads']} threads, {c['dtype']}" for c in configs})
+    return f"Measured on: {'; '.join(machines) or 'no machine yet'}. No figure here was made on a GPU."
+
+
+def samples_of(folder):
+    """What the README shows of real output: {marker: fenced text}, from the pages that runs printed."""
+    samples = {}
+    for path in sorted(folder.glob("*.txt")):
+        samples[path.stem] = f"```\n{path.read_text().rstrip()}\n```"
+    return samples
+
+
+def keep_samples(page, folder, extra):
+    """Keeps what the README shows of the first command's page, and a text of the model."""
+    (folder / "output.txt").write_text(page.strip().partition("\n\nchecks:")[0] + "\n")
+    command = [sys.executable, str(ROOT / "main_kvcache.py"), "--prompt", "ROMEO:\n", "--batch-size", "1"]
+    command += ["--n-tokens", "220", "--repeats", "1", *extra]
+    written = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    lines = written.partition("---- dynamic ----\n")[2].splitlines()
+    table = next((i for i, line in enumerate(lines) if "TTFT" in line), len(lines))
+    (folder / "text.txt").write_text("\n".join(lines[:table]).strip() + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="reports to make again in any case")
+    parser.add_argument("--render", action="store_true", help="run nothing, only render the README")
+    parser.add_argument("--quick", metavar="DIR", type=Path, help="tiny runs into this folder")
+    args = parser.parse_args()
+    runs, results = all_runs(), args.quick or ROOT / "results"
+    if unknown := [name for name in args.names if name not in runs]:
+        parser.error(f"no report {unknown[0]}; there are {', '.join(runs)}")
+    results.mkdir(parents=True, exist_ok=True)
+    figures, moved, failed = results / "figures", [], []
+    figures.mkdir(exist_ok=True)
+    there = {path.stem: path for path in results.glob("*/*.json")}
+    wanted = {name: runs[name] for name in args.names} if args.names else runs
+    for name, command in {} if args.render else wanted.items():
+        extra = ["--quick"] if args.quick else []
+        if name not in args.names:
+            known = json.loads(there[name].read_text()) if name in there else None
+            if (
+                name in LONG | NOT_HERE
+                or known
+                and "command" in known
+                and is_fresh(known, [*command, *extra])
+            ):
+                continue
+        made = run(name, command, results, figures, extra)
+        if made is None:
+            failed.append(name)
+            continue
+        report, page = made
+        before = write(report, name, results)
+        moved += changes(name, before, report) if before else []
+        if name == "kvcache":
+            keep_samples(page, results / machine_of(report["config"]), extra)
+    machines = sorted({path.parent.name for path in results.glob("*/*.json")})
+    readme = ROOT / "README.md"
+    for machine in machines[:1]:
+        reports = load(results, machine)
+        target = results / "README.md" if args.quick else readme
+        target.write_text(render(readme.read_text(), reports, samples_of(results / machine)))
+        old = [n for n, r in reports.items() if n in runs and not is_fresh(r, r.get("command", runs[n]))]
+        if old and not args.quick:
+            print(f"older than their script, options or weights: {', '.join(old)}")
+    if moved:
+        print("changed by more than the spread:\n  " + "\n  ".join(moved))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""results/make.py: which reports are made, when one is old, and that the README shows nothing else."""
+
+import copy
+import json
+import sys
+
+import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "results"))
+
+import make
+import tables
+
+REPORTS = sorted(path for path in ROOT.glob("results/*/*.json"))
+
+
+def machines():
+    return sorted({path.parent.name for path in REPORTS})
+
+
+def test_every_script_has_a_report_to_make():
+    scripts = {path.relative_to(ROOT).as_posix() for path in make.ROOT.glob("main_*.py")}
+    scripts |= {path.relative_to(ROOT).as_posix() for path in make.ROOT.glob("more/[a-z]*.py")}
+    assert {command[0] for command in make.all_runs().values()} == scripts
+
+
+def test_the_readme_holds_what_the_reports_say():
+    """No number stands in its tables that make.py did not put there."""
+    readme, machine = (ROOT / "README.md").read_text(), machines()[0]
+    results = ROOT / "results"
+    assert make.render(readme, make.load(results, machine), make.samples_of(results / machine)) == readme
+
+
+def test_rendering_takes_every_figure_from_the_reports():
+    """Other figures in the reports, other cells in the table."""
+    machine = machines()[0]
+    reports = make.load(ROOT / "results", machine)
+
+    def scaled(value, key=""):
+        if isinstance(value, dict):
+            return {k: scaled(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [scaled(v) for v in value]
+        return value * 1.37 + 0.013 if isinstance(value, float) else value
+
+    other = {
+        name: {**r, "rows": scaled(r["rows"]), "sweeps": scaled(r["sweeps"])} for name, r in reports.items()
+    }
+    for entry in tables.TABLE:
+        before, after = tables.cells(entry, reports), tables.cells(entry, other)
+        assert before == after == ("-", "-") or before != after, entry["technique"]
+
+
+def test_the_table_of_techniques():
+    for entry in tables.TABLE:
+        for script in [entry["script"], *entry["deeper"]]:
+            assert (ROOT / script).is_file(), script
+        for key in ("technique", "exact", "training", "reduces"):
+            assert 0 < len(entry[key]) <= 80 and "|" not in entry[key]
+    shown = [script for entry in tables.TABLE for script in [entry["script"], *entry["deeper"]]]
+    assert len(shown) == len(set(shown))
+    every = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("main_*.py")}
+    every |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("more/[a-z]*.py")}
+    assert every - set(shown) <= {"main_training.py"}  # the README names it in the text
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_reports_are_of_scripts_that_are_there(path):
+    report = json.loads(path.read_text())
+    assert report["command"][0] in {command[0] for command in make.all_runs().values()}
+    assert all(report["checks"].values()) and not report["config"]["quick"]
+    assert path.parent.name == make.machine_of(report["config"])
+    assert len(report["why"]) <= 4
+
+
+REPORT = {
+    "command": ["main_kvcache.py"],
+    "config": {
+        "device": "cpu",
+        "device_name": "Some CPU (R) 9000",
+        "threads": 2,
+        "dtype": "float32",
+        "checkpoint": "gptlite.pth",
+        "weights_sha256": make.sha256_of(ROOT / "checkpoints" / "gptlite.pth"),
+        "code_sha256": make.code_sha256(ROOT / "main_kvcache.py"),
+    },
+    "rows": [
+        {"method": "no cache, batch 1", "tpot_ms": 20.0, "tpot_ms_spread": [19.0, 21.0]},
+        {"method": "dynamic, batch 1", "tpot_ms": 5.0, "kv_bytes_per_token": 18432.0, "valid_loss": 1.4},
+        {"method": "no cache, batch 8", "tpot_ms": 80.0},
+        {"method": "dynamic, batch 8", "tpot_ms": 8.0},
+    ],
+    "sweeps": {},
+}
+
+
+def test_fresh_and_old_reports():
+    assert make.is_fresh(REPORT, ["main_kvcache.py"])
+    assert not make.is_fresh(REPORT, ["main_kvcache.py", "--peers"])
+    for key in ("weights_sha256", "code_sha256"):
+        old = copy.deepcopy(REPORT)
+        old["config"][key] = "0" * 64
+        assert not make.is_fresh(old, ["main_kvcache.py"])
+
+
+def test_machines():
+    assert make.machine_of(REPORT["config"]) == "some-cpu-r-9000-2-threads"
+    assert make.machine_of({"device": "cuda", "device_name": "NVIDIA H200"}) == "nvidia-h200"
+
+
+def test_changes_beyond_the_spread():
+    after = copy.deepcopy(REPORT)
+    after["rows"][0] |= {"tpot_ms": 20.9, "tpot_ms_spread": [20.5, 22.0]}  # overlaps
+    after["rows"][1] |= {"tpot_ms": 6.0, "valid_loss": 1.45}
+    lines = make.changes("kvcache", REPORT, after)
+    assert lines == [
+        "kvcache, dynamic, batch 1: tpot_ms 5 -> 6",
+        "kvcache, dynamic, batch 1: valid_loss 1.4 -> 1.45",
+    ]
+    assert make.changes("kvcache", REPORT, REPORT) == []
+
+
+def test_rendering():
+    text = "a\n<!-- techniques -->\nold\n<!-- /techniques -->\nb\n<!-- output -->\n<!-- /output -->\n"
+    page = make.render(text, {"kvcache": REPORT}, {"output": "```\npage\n```"})
+    assert page.startswith("a\n<!-- techniques -->\n| technique |") and "old" not in page
+    assert "TPOT 4.0 times lower, batch 8 10.0" in page and "18,432 bytes" in page
+    assert "```\npage\n```\n<!-- /output -->" in page
+    assert make.render(page, {"kvcache": REPORT}, {"output": "```\npage\n```"}) == page
+
+
+def test_cells_are_short():
+    entry = tables.TABLE[0] | {"gain": lambda r: "x" * 81}
+    with pytest.raises(ValueError, match="has 81 characters"):
+        tables.cells(entry, {"kvcache": REPORT})
+
+
+def test_a_run_that_fails_keeps_the_old_report(tmp_path, monkeypatch, capsys):
+    made = make.run("kvcache", ["main_kvcache.py", "--n-tokens", "nonsense"], tmp_path, tmp_path)
+    assert made is None and not list(tmp_path.glob("*.json"))
+    assert "status 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_quick(tmp_path, monkeypatch):
+    """Tiny runs of two scripts into another folder, and a README rendered from them."""
+    readme = (ROOT / "README.md").read_text()
+    monkeypatch.setattr(sys, "argv", ["make.py", "--quick", str(tmp_path), "kvcache", "kvcache_past_window"])
+    make.main()
+    (folder,) = {path.parent for path in tmp_path.glob("*/*.json")}
+    report = json.loads((folder / "kvcache.json").read_text())
+    assert report["config"]["quick"] and (tmp_path / "figures" / "kvcache.png").is_file()
+    assert "times lower" in (tmp_path / "README.md").read_text()
+    assert (folder / "text.txt").read_text().startswith("ROMEO:")
+    assert (ROOT / "README.md").read_text() == readme
