@@ -52,8 +52,8 @@ class Block_Slots(Block):
 
     mha_class = MultiHeadAttention_Slots
 
-    def forward(self, x, *cache_and_step):
-        x = x + self.mha(self.ln1(x), *cache_and_step)  # [N, E]
+    def forward(self, x, k, v, step, hidden):
+        x = x + self.mha(self.ln1(x), k, v, step, hidden)  # [N, E]
         return x + self.ffwd(self.ln2(x))  # [N, E]
 
 

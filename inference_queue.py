@@ -67,13 +67,13 @@ def draw_requests(args, text, seqlen):
     """The requests of --n-requests, --longest and --seed, on the device, the same at every call.
 
     Args: text: of load_text(); seqlen: the model's context. Raises ValueError for requests beyond it, for
-        more than a million, and for a batch of them that does not fit the memory that is free.
+        more than a million, and for a batch whose slots do not fit the memory that is free.
     """
     if args.longest > seqlen:
         raise ValueError(f"--longest {args.longest}: the context holds {seqlen} tokens")
     if args.n_requests > 1_000_000:
         raise ValueError(f"--n-requests {args.n_requests}: at most a million")
-    check_room(min(args.batch_size, args.n_requests) * args.longest, args.device)
+    check_room(args.batch_size * args.longest, args.device)
     generator = torch.Generator().manual_seed(args.seed)
     return make_requests(text.valid.to(args.device), args.n_requests, args.longest, generator)
 

@@ -102,7 +102,7 @@ def test_drawn_by_the_options():
     args.n_requests = 1_000_001
     with pytest.raises(ValueError, match="--n-requests"):
         draw_requests(args, text, 16)
-    args.n_requests, args.batch_size = 1_000_000, 1_000_000
+    args.n_requests, args.batch_size = 5, 99_999_999
     with pytest.raises(ValueError, match="tokens at once"):
         draw_requests(args, text, 16)
 

@@ -206,8 +206,9 @@ def test_script(distilled_checkpoint, tmp_path):
         (("--longest", "1", "--n-requests", "4"), "at least 2"),
         (("--longest", "500"), "256"),
         (("--n-requests", "99999999"), "at most a million"),
+        (("--batch-size", "99999999"), "tokens at once"),
     ],
-    ids=["one token", "past the context", "too many"],
+    ids=["one token", "past the context", "too many", "too large a batch"],
 )
 def test_scripts_refuse_requests(script, options, message, monkeypatch, capsys, distilled_checkpoint):
     options = ["--quick", "--checkpoint", distilled_checkpoint, *options]
