@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from test_gptlite_paged import MODEL, PAGED, alone, assert_clean
 from test_main_paged_attention import refusal
 
+from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
-from gptlite_paged import Sequence, choose_tokens
+from gptlite_paged import GPTlite_Paged, Sequence, choose_tokens
 from inference_serving import PagedScheduler
 from paged_sharing import SharingPool, beam_search, beam_search_contiguous, parallel_samples
 
@@ -163,6 +164,24 @@ def test_beams(seed, length, n_tokens, n_beams, block_size):
     assert tokens.tolist() == [ids for _, ids in expected]
     assert_close(row_scores, scores)
     assert n_tokens_copied == n_beams * sum(length + i for i in range(n_tokens))
+
+
+@pytest.mark.parametrize("n_tokens", [2, 3])
+def test_more_beams_than_the_vocabulary_has(n_tokens):
+    """Six beams, five characters: the first step has five texts, from the second on there are six."""
+    sizes = {"vocab_size": 5, "seqlen": 8}
+    paged, static, plain = (tiny_model(c, **sizes) for c in (GPTlite_Paged, GPTlite_StaticKVCache, GPTlite))
+    pool, prompt = SharingPool(paged, 32, 2), torch.tensor([[1, 4]])
+    beams, scores = beam_search(paged, pool, Sequence(0, [1, 4], 2 + n_tokens), 6)
+    tokens, row_scores, _ = beam_search_contiguous(static, StaticKVCache(static, 6), prompt, n_tokens)
+    assert [beam.ids for beam in beams] == tokens.tolist() and len(tokens.unique(dim=0)) == 6
+    assert_close(scores, row_scores)
+    if n_tokens == 2:  # all 25 texts are compared
+        every = [(a, b) for a in range(5) for b in range(5)]
+        with torch.no_grad():
+            logs = plain(torch.tensor([[1, 4, a] for a, _ in every])).log_softmax(dim=-1)  # [25, 3, V]
+        total = [(logs[i, 1, a] + logs[i, 2, b]).item() for i, (a, b) in enumerate(every)]
+        assert_close(scores, torch.tensor(sorted(total)[:-7:-1], dtype=torch.float64))
 
 
 def test_script(checkpoint):
