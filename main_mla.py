@@ -6,10 +6,10 @@ values behind the attention (absorption), which then works on the latents as one
 weights are converted by a truncated singular value decomposition (SVD) and trained on for a few steps.
 
 Exact: absorbed against explicit, and a latent as wide as the model, which halves the cache. Approximate
-below that. Wins memory, at far less loss than averaged heads (GQA) for the same bytes, and time where a
-step reads more cache than weights. Loses time where computing is the limit: absorbed scores are d_latent
-long instead of d_head, and a prompt of its own is dearer absorbed unless the latent is shorter than a
-head. When to absorb: more/mla_absorption.py. Conversions that lose less: more/mla_conversion.py.
+below that. Wins memory of the cache, at far less loss than averaged heads (GQA) for the same bytes, and time
+where a step reads more cache than weights. Loses time where computing is the limit: absorbed scores are
+d_latent long instead of d_head, and a prompt is dearer absorbed unless a latent is no longer than a head.
+When to absorb: more/mla_absorption.py. Conversions that lose less: more/mla_conversion.py.
 
 Run: python main_mla.py            (--d-latent 96 --uptrain-steps 0 for one latent, not trained on)
 
