@@ -76,8 +76,9 @@ def masked_softmax(scores, visible):
     Returns: [B, H, Sq, Sk]; its gradients are finite in rows without any key as well.
     """
     sees_none = ~visible.any(dim=-1, keepdim=True)  # [..., Sq, 1]
-    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(sees_none, 0.0)  # [B, H, Sq, Sk]
-    return F.softmax(scores, dim=-1).masked_fill(sees_none, 0.0)  # [B, H, Sq, Sk]
+    # such a row keeps its scores, whose softmax is finite, and its weights are zeroed afterwards
+    weights = F.softmax(scores.masked_fill(~(visible | sees_none), float("-inf")), dim=-1)  # [B, H, Sq, Sk]
+    return weights.masked_fill(sees_none, 0.0)  # [B, H, Sq, Sk]
 
 
 def scaled_dot_product_attention(Q, K, V, causal_mask=True, dropout=None):
@@ -90,10 +91,14 @@ def scaled_dot_product_attention(Q, K, V, causal_mask=True, dropout=None):
     """
     wide = torch.promote_types(Q.dtype, torch.float32)  # scores of 16 bits overflow before they are scaled
     scores = Q.to(wide) @ K.to(wide).transpose(-2, -1) / math.sqrt(Q.shape[-1])  # [B, H, T, T]
-    if causal_mask is True:
-        T = Q.shape[-2]
-        causal_mask = torch.ones(T, T, dtype=torch.bool, device=Q.device).tril()  # [T, T]
-    weights = F.softmax(scores, dim=-1) if causal_mask is False else masked_softmax(scores, causal_mask)
+    if isinstance(causal_mask, torch.Tensor):
+        weights = masked_softmax(scores, causal_mask)  # [B, H, T, T]
+    else:
+        if causal_mask:
+            T = Q.shape[-2]
+            later = torch.ones(T, T, dtype=torch.bool, device=Q.device).triu(1)  # [T, T]
+            scores = scores.masked_fill(later, float("-inf"))  # every query sees its own key at least
+        weights = F.softmax(scores, dim=-1)  # [B, H, T, T]
     if dropout is not None:
         weights = dropout(weights)  # [B, H, T, T]
     return weights.to(V.dtype) @ V  # [B, H, T, D]

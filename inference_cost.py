@@ -54,31 +54,40 @@ def last_level_cache_bytes(device):
     return max(sizes[1:] or sizes)
 
 
+def best_seconds(function, device, seconds):
+    """Seconds of a call of function() in the fastest of several loops, which take `seconds` together.
+
+    A loop is many calls between two synchronisations, since a GPU's calls only start the work: a single call
+    would be measured together with its launch and the waiting.
+    """
+    n_calls, fastest, spent = calls_per_ms(function, device, 10.0), float("inf"), 0.0
+    while spent < seconds:
+        with Timer(device) as timer:
+            for _ in range(n_calls):
+                function()
+        fastest, spent = min(fastest, timer.seconds / n_calls), spent + timer.seconds
+    return fastest
+
+
 def measure_ceilings(device, dtype=torch.float32, seconds=0.3):
     """What this machine reaches at best: a matrix product, and reading more than its last cache holds.
 
-    Returns: Ceilings(operations per second, bytes per second), the best of several loops of calls between
-        two synchronisations; for the product, of a large one and one of the model's size (which of them
-        is faster differs by machine).
+    Args: seconds: how long each of the three or four measurements takes at least.
+    Returns: Ceilings(operations per second, bytes per second); for the product, of large ones and one of the
+        model's size (which of them is faster differs by machine).
     """
-
-    def best_seconds(function):
-        loop, fastest = calls_per_ms(function, device, 10.0), float("inf")
-        for _ in range(max(3, int(seconds / 0.02))):
-            with Timer(device) as timer:
-                for _ in range(loop):
-                    function()
-            fastest = min(fastest, timer.seconds / loop)
-        return fastest
-
+    shapes = [(256, 384, 1536), (1024, 1536, 1536)]
+    if device.type == "cuda":
+        shapes.append((8192, 8192, 8192))  # smaller ones leave multiprocessors idle
     flops_per_s = 0
-    for n, k, m in ((1024, 1536, 1536), (256, 384, 1536)):
+    for n, k, m in shapes:
         a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((n, k), (k, m)))
-        flops_per_s = max(flops_per_s, 2 * n * k * m / best_seconds(lambda a=a, b=b: a @ b))
+        flops_per_s = max(flops_per_s, 2 * n * k * m / best_seconds(lambda a=a, b=b: a @ b, device, seconds))
+    least = 1_000_000_000 if device.type == "cuda" else 128_000_000  # bytes, long against a launch
     # as int32 words: the largest of integers is limited by reading on every processor
-    n_words = max(4 * last_level_cache_bytes(device), 128_000_000) // 4
+    n_words = max(4 * last_level_cache_bytes(device), least) // 4
     buffer = torch.ones(n_words, dtype=torch.int32, device=device)
-    return Ceilings(flops_per_s, n_words * 4 / best_seconds(lambda: buffer.max()))
+    return Ceilings(flops_per_s, n_words * 4 / best_seconds(lambda: buffer.max(), device, seconds))
 
 
 def lower_bound_ms(cost, ceilings):

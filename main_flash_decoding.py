@@ -1,9 +1,14 @@
 """Flash decoding: the keys of one query are split, so that all of a processor's cores have work.
 
-A decode step has one query per sequence, so attention falls into only batch x heads pieces of work; on a
-GPU with over a hundred cores and a long context most of them idle. Here each sequence's keys and values
-are cut into splits that are attended in parallel, and the partial outputs are joined by their
-log-sum-exp. Exact up to rounding for any number of splits; it moves no byte less.
+Idea: a decode step has one query for each sequence, so attention falls into only batch x heads pieces of
+work; on a GPU with over a hundred multiprocessors and a long context most of them idle. Here the keys and
+values of each sequence are cut into splits that are attended at once, and the partial outputs are joined by
+their log-sum-exp.
+
+Exact up to rounding for any number of splits. Wins where batch x heads leave cores idle and the context is
+long. Loses where they do not: a split moves no byte less, and adds its partial result and rounds of joining.
+GPTlite's context of 256 is a single block of keys, which the rule below never splits. A product of matrices
+(bmm) is no honest "unsplit" form, since libraries split it themselves; a fused kernel that does not is.
 
 Run: python main_flash_decoding.py
 
@@ -16,55 +21,79 @@ import math
 import torch
 
 from gptlite_kvcache import Block_StaticKVCache, GPTlite_StaticKVCache, MultiHeadAttention_StaticKVCache
-from main_flash_attention import merge_attention
 
 
 def partial_attention(q, K, V):
-    """One query's attention over some of its keys.
+    """One query's attention over some of its keys, by definition.
 
-    Args: q [..., 1, D]; K, V [..., S, D].
-    Returns: the output [..., D], averaged over these keys alone, and the log-sum-exp of the scores [...].
+    Args: q [B, H, 1, D]; K, V [B, H, S, D].
+    Returns: the output [B, H, 1, D], averaged over these keys alone, and the log-sum-exp of the scores
+        [B, H, 1], in float32 at least. Zeros and -inf without keys.
     """
-    scores = (q @ K.transpose(-2, -1)).squeeze(-2) / math.sqrt(q.shape[-1])  # [..., S]
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    lse = torch.logsumexp(scores, dim=-1)  # [...]
-    weights = torch.exp(scores - lse.unsqueeze(-1)).to(V.dtype)  # [..., S]
-    return (weights.unsqueeze(-2) @ V).squeeze(-2), lse
+    wide = torch.promote_types(q.dtype, torch.float32)  # scores of 16 bits overflow before they are scaled
+    scores = q.to(wide) @ K.to(wide).transpose(-2, -1) / math.sqrt(q.shape[-1])  # [B, H, 1, S]
+    lse = torch.logsumexp(scores, dim=-1)  # [B, H, 1]
+    weights = torch.exp(scores - lse.unsqueeze(-1)).to(V.dtype)  # [B, H, 1, S]
+    return weights @ V, lse
 
 
-def flash_decoding(q, K, V, n_splits):
+def fused_partial_attention(q, K, V):
+    """The same by a fused kernel of PyTorch that does not split keys: one piece of work a head."""
+    (S, D), kind = K.shape[-2:], q.device.type
+    if kind == "cpu" and S > 0:  # it divides by the number of keys
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, K, V)
+    if kind == "cuda" and S > 0 and D % 8 == 0 and q.dtype != torch.float64:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = kernel(q.contiguous(), K, V, None, True)
+        return out, lse[..., :1]  # it pads the queries
+    return partial_attention(q, K, V)
+
+
+def merge_parts(out, lse):
+    """Joins n attentions of the same query over separate sets of keys into that over all the keys.
+
+    Args: out: outputs [..., n, D], each a softmax average over its own keys; lse: log-sum-exp of the scores
+        [..., n], -inf for a part without keys (its output must be finite).
+    Returns: output [..., D] and log-sum-exp [...]; zeros and -inf, with finite gradients, without any key.
+    """
+    empty = (lse == float("-inf")).all(dim=-1)  # [...]
+    # -inf - -inf would be NaN, in a gradient even where its result is not used: 0 stands in for it
+    whole = torch.logsumexp(lse.masked_fill(empty.unsqueeze(-1), 0.0), dim=-1)  # [...]
+    weights = torch.exp(lse - whole.unsqueeze(-1)).unsqueeze(-1)  # a part's share of the sum, [..., n, 1]
+    return (weights * out).sum(dim=-2).to(out.dtype), whole.masked_fill(empty, float("-inf"))
+
+
+def merge_attention(out_a, lse_a, out_b, lse_b):
+    """merge_parts of two, [B, H, Sq, D] and [B, H, Sq] each. Any order of merges gives the same."""
+    return merge_parts(torch.stack([out_a, out_b], dim=-2), torch.stack([lse_a, lse_b], dim=-1))
+
+
+def flash_decoding(q, K, V, n_splits, attend=fused_partial_attention):
     """Attention of one query per sequence, its keys cut into n_splits parts that are attended at once.
 
     Args: q [B, H, 1, D]; K, V [B, H, Sk, D], all of them visible; n_splits: any number from 1; splits
-        that are left without keys are empty and count for nothing.
+        that are left without keys are empty and count for nothing; attend: what attends to a split.
     Returns: [B, H, 1, D], the same for every n_splits. Zeros where there are no keys.
     Raises: ValueError for more than one query, or no split.
-    Where n_splits divides Sk the splits are views of K and V; else a batched matrix product in PyTorch
-    first copies them (for B = H = 1 it does not), which a kernel of its own would not.
+    Splits are views where the heads of a sequence lie behind each other, as in a static cache.
     """
     (B, H, Sk, D), n_queries = K.shape, q.shape[-2]
     if n_queries != 1:
         raise ValueError(f"flash decoding takes one query per sequence, not {n_queries}")
     if n_splits < 1:
         raise ValueError(f"the keys need at least 1 split, not {n_splits}")
-    n_splits = min(n_splits, max(Sk, 1))  # more would be empty, and take memory
     size = max(math.ceil(Sk / n_splits), 1)  # keys of a split
-    n_whole = Sk // size  # splits of that size; the next may be shorter, and those after it empty
-    n_rows = 2 ** (n_splits - 1).bit_length()  # one a split, and empty ones up to a power of two
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(B, H, n_rows, D, dtype=dtype, device=q.device)
-    lse = torch.full((B, H, n_rows), float("-inf"), dtype=dtype, device=q.device)
-
+    n_whole = Sk // size  # splits of that size; the next may be shorter, and those after it are empty
+    parts = []  # outputs [B, H, n, D] and log-sum-exps [B, H, n] of n splits
     if n_whole > 0:
-        k, v = (t[:, :, : n_whole * size].unflatten(2, (n_whole, size)) for t in (K, V))  # [B, H, n, S, D]
-        out[:, :, :n_whole], lse[:, :, :n_whole] = partial_attention(q.unsqueeze(2), k, v)
-    if n_whole * size < Sk:
-        k, v = K[:, :, n_whole * size :], V[:, :, n_whole * size :]  # [B, H, S, D]
-        out[:, :, n_whole], lse[:, :, n_whole] = partial_attention(q, k, v)
-
-    while out.shape[2] > 1:  # neighbours join, so that n splits take log2(n) rounds
-        out, lse = merge_attention(out[:, :, ::2], lse[:, :, ::2], out[:, :, 1::2], lse[:, :, 1::2])
-    return out.to(q.dtype)
+        # sequences and heads stand in the batch, splits in the heads: as many pieces of work at once
+        k, v = (t[:, :, : n_whole * size].unflatten(2, (n_whole, size)).flatten(0, 1) for t in (K, V))
+        out, lse = attend(q.flatten(0, 1).unsqueeze(1).expand(B * H, n_whole, 1, D), k, v)  # k [B*H, n, S, D]
+        parts.append((out.view(B, H, n_whole, D), lse.view(B, H, n_whole)))
+    if n_whole * size < Sk or Sk == 0:
+        parts.append(attend(q, K[:, :, n_whole * size :], V[:, :, n_whole * size :]))
+    out, lse = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))  # [B, H, n, D], [B, H, n]
+    return merge_parts(out, lse)[0].unsqueeze(2)
 
 
 def choose_n_splits(batch_size, n_heads, context, n_slots, block=256, max_splits=128):
@@ -135,117 +164,73 @@ if __name__ == "__main__":
 
     import torch.nn.functional as F
 
-    import inference_report as rep
-    import inference_utils as utils
-    from data.shakespeare import get_shakespeare_data
-    from gptlite import get_gptlite_model_parameters
+    import inference_report as harness
+    import inference_words as words
     from gptlite_kvcache import StaticKVCache
+    from inference_report import Cost, Method
+    from inference_utils import parameters_of
     from main_kvcache import generate_static
 
-    parser = rep.options(__doc__)
-    parser.add_argument("--n-splits", type=rep.positive_int, help="splits in place of the rule's number")
-    parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="new tokens of GPTlite's rows")
-    with rep.script(parser) as args:
-        p, dev, quick, dtype = get_gptlite_model_parameters(), args.device, args.quick, args.dtype
-        H, D, W, slots = p.n_heads, p.d_head, p.seqlen, slots_of(args.device)
-        tolerance = utils.TOLERANCE[dtype]
-        n_tokens = 8 if quick else min(args.n_tokens, W - 1)
-        prompt_len = W - n_tokens
-        vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
+    contexts = [1024 * 2**i for i in range(8)]
+    parser = harness.options(__doc__, n_tokens=64, quick={"n_tokens": 8, "max_context": 4096})
+    add = parser.add_argument
+    add("--n-splits", type=harness.positive_int, help="splits (default: by the rule, or 4)")
+    add("--max-context", type=int, choices=contexts, default=contexts[6], help="most keys, attention alone")
+    with harness.script(parser) as args:
+        device, text, slots = args.device, harness.load_text(args), slots_of(args.device)
+        contexts = contexts[: contexts.index(args.max_context) + 1]
+        (static,) = harness.load_models(args, GPTlite_StaticKVCache)
+        p, T = parameters_of(static), max(static.seqlen - args.n_tokens, 1)
+        H, D = p.n_heads, p.d_head
+        report = harness.Report(args, "flash decoding", static, text=text, prompt_len=T, slots=slots)
 
-        def load(model_class, **kwargs):
-            return utils.load_model(model_class, vocab_size, args.checkpoint, **kwargs).to(dev, dtype)
-
-        static = load(GPTlite_StaticKVCache)
-        sizes = {"batch_size": 1, "prompt_len": prompt_len, "n_tokens": n_tokens}
-        report = rep.Report(args, "Flash decoding", static, slots=slots, **sizes)
+        def splits_of(B, heads, context):
+            by_rule = choose_n_splits(B, heads, context, slots)
+            return args.n_splits or (by_rule if by_rule > 1 else 4)  # 4 show what the rule spares
 
         # GPTlite with its static cache
-        by_rule = args.n_splits or choose_n_splits(1, H, W, slots)
-        split_models = {n: load(GPTlite_FlashDecoding, n_splits=n) for n in dict.fromkeys([by_rule, 4])}
-        prompt = utils.sample_prompts(valid_data, 1, prompt_len).to(dev)  # [1, T]
-        named = {"static cache": static} | {f"splits: {n}": m for n, m in split_models.items()}
-        buffers = StaticKVCache(static, 1)
-        run_of = {name: partial(generate_static, m, prompt, n_tokens, buffers) for name, m in named.items()}
-        kept = [buffers.k, buffers.v]  # memory that is there before a run
-        methods = [utils.Method(name, run, [named[name]], kept) for name, run in run_of.items()]
-        results = utils.measure(methods, n_tokens, args.repeats)
-        tokens = results["static cache"].output[:, :-1]  # [1, T + n - 1]
-        logits, cache = utils.cached_logits(static, tokens, prompt_len)  # [1, T + n - 1, V]
-        for n, m in split_models.items():
-            apart = utils.largest_difference(utils.cached_logits(m, tokens, prompt_len)[0], logits)
-            report.check(f"GPTlite, splits: {n}, logits differ by {apart:.1e}", apart <= tolerance)
-        kv_bytes = utils.cache_bytes_per_token([cache.k, cache.v], W, 1)
-        figures = {m.name: {"kv_bytes_per_token": kv_bytes} for m in methods}
-        report.method_rows(methods, results, prompt, logits[:, prompt_len - 1 :], figures=figures)
+        methods = [Method("static cache", generate_static, static, StaticKVCache(static, 1))]
+        for name, n in (("unsplit", 1), ("split", splits_of(1, H, static.seqlen))):
+            (model,) = harness.load_models(args, partial(GPTlite_FlashDecoding, n_splits=n))
+            methods.append(Method(name, generate_static, model, StaticKVCache(model, 1), splits=n))
+        rows = report.compare(text.prompts(1, T), args.n_tokens, *methods, label="")
 
         # Attention alone, over contexts
-        thousands = (1, 4) if quick else (1, 2, 4, 8, 16, 32, 64)
-        cases = [(B, heads, 1024 * k) for B, heads in ((1, 1), (1, H), (8, H)) for k in thousands]
-        buffer = torch.randn(2, 8 * H * 1024 * thousands[-1] * D, device=dev).to(dtype)  # keys and values
-        sweep, worst = [], 0.0
-        for B, heads, context in cases:
-            q = torch.randn(B, heads, 1, D, device=dev).to(dtype)  # [B, H, 1, D]
-            K, V = (t[: B * heads * context * D].view(B, heads, context, D) for t in buffer)
-            rule = choose_n_splits(B, heads, context, slots)
-            n = args.n_splits or (rule if rule > 1 else 4)
-            runs = {
+        cases = {(1, 1): "one head", (1, H): f"{H} heads", (8, H): f"8 sequences of {H} heads"}
+        buffer = torch.randn(2, 8 * H * contexts[-1] * D, device=device).to(args.dtype)  # keys and values
+
+        def attentions(case, context):
+            """{form: a call of it} for case's batch and heads: q [B, H, 1, D], K and V [B, H, context, D]"""
+            n_splits, shape = splits_of(*case, context), (*case, context, D)
+            q = torch.randn(*case, 1, D, device=device).to(args.dtype)
+            K, V = (t[: math.prod(shape)].view(shape) for t in buffer)
+            return {
                 "unsplit": partial(flash_decoding, q, K, V, 1),
-                "split": partial(flash_decoding, q, K, V, n),
+                "split": partial(flash_decoding, q, K, V, n_splits),
+                "split, by definition": partial(flash_decoding, q, K, V, n_splits, partial_attention),
                 "SDPA": partial(F.scaled_dot_product_attention, q, K, V),
             }
-            ms = utils.alternating_ms(runs, args.repeats, dev)
-            apart = max(utils.largest_difference(runs[f](), runs["SDPA"]()) for f in ("unsplit", "split"))
-            worst = max(worst, apart)
-            sweep.append(
-                {"batch": B, "heads": heads, "context / 1024": context // 1024, "rule": rule, "splits": n}
-                | {f"{name} ms": ms[name] for name in runs}
-                | {"gain": ms["unsplit"] / ms["split"], "KV MB": 2e-6 * K.numel() * dtype.itemsize}
-                | {"largest difference": apart}
-            )
-        report.sweep("One step of attention alone (rule: splits by the rule for this device)", sweep)
-        allowed = 1e-5 if dtype == torch.float32 else 3e-2
-        report.check(f"split, unsplit and SDPA differ by {worst:.1e} at most", worst <= allowed)
 
-        limits = rep.measure_ceilings(dev, dtype, working_set=50_000_000 if quick else 400_000_000)
-        single, one, many = (  # the longest context of each case
-            next(row for row in reversed(sweep) if (row["batch"], row["heads"]) == case)
-            for case in ((1, 1), (1, H), (8, H))
-        )
-        longest, gpu = thousands[-1], 2 * 132
-        bound = 1e9 * one["KV MB"] / limits.bytes_per_s  # ms
-        shares = ", ".join(f"{f} {rep.share_of(bound, one[f + ' ms'])}" for f in ("unsplit", "split", "SDPA"))
-        report.why(
-            f"A step over {longest}K keys reads {one['KV MB']:.0f} MB of keys and values for one sequence, "
-            f"split or not: at least {bound:.2f} ms at this machine's {limits.bytes_per_s / 1e9:.0f} GB/s. "
-            f"Splitting can only raise the share of that speed which is reached: {shares}."
-        )
-        report.why(
-            f"Unsplit attention is batch x heads pieces of work, {H} or {8 * H} here; this device runs "
-            f"{slots} at once: from {math.ceil(0.8 * slots)} on the split cannot help. At {longest}K keys it "
-            f"is {one['gain']:.2f} times as fast at batch 1, {many['gain']:.2f} at batch 8, and "
-            f"{single['gain']:.2f} for a single head, where one piece would leave the others idle."
-        )
-        at_1, at_8 = ([choose_n_splits(B, H, 1024 * k, gpu) for k in (1, 4, 16, 64)] for B in (1, 8))
-        report.why(
-            f"A GPU of 132 multiprocessors runs {gpu} pieces. The rule for 1K, 4K, 16K, 64K keys: {at_1} "
-            f"splits at batch 1, {at_8} at batch 8, and 1 from batch {math.ceil(0.8 * gpu / H)} on."
-        )
-        keys, rounds = 1024 * longest // one["splits"], math.ceil(math.log2(one["splits"]))
-        report.why(
-            f"A split adds {D + 1} numbers, its partial result, to the {2 * D * keys} that it reads, and "
-            f"{one['splits']} of them {rounds} rounds of merging, in PyTorch calls of their own: a loss "
-            "where the context is short."
-        )
-        share = 100 * kv_bytes * W / rep.forward_cost(p, vocab_size, 1, 1, W - 1, dtype).n_bytes
-        report.why(
-            f"GPTlite's context of {W} is one block of keys, so the rule gives "
-            f"{choose_n_splits(1, H, W, gpu)} split on any device; its cache is {share:.0f}% of the bytes "
-            "of a step, the weights are the rest."
-        )
-        if args.plot:
-            rows = [row for row in sweep if (row["batch"], row["heads"]) == (1, H)]
-            lines = {name: [row[f"{name} ms"] for row in rows] for name in ("unsplit", "split", "SDPA")}
-            title = f"Attention of one step, {H} heads, {report.data['config']['device_name']}"
-            rep.plot_lines(args.plot, thousands, lines, "context (K tokens)", "time (ms)", title)
+        tables, close = {}, max(1e-5, 4 * torch.finfo(args.dtype).eps)
+        for case, title in cases.items():
+            runs = attentions(case, 1021)  # which no number of splits divides
+            exact = partial_attention(*(t.float() for t in runs["SDPA"].args))[0]  # [B, H, 1, D]
+            for name, run in runs.items():
+                report.check_close(f"{name}, {title}, 1021 keys, and float32", run().float(), exact, close)
+            title = f"One step of attention, {title}: time (ms)"
+            tables[case] = report.time_sweep(title, "keys", contexts, partial(attentions, case))
+        by_rule = [
+            {"keys": n} | {f"batch {B}": choose_n_splits(B, H, n, 264) for B in (1, 8)} for n in contexts
+        ]
+        report.sweep(f"Splits by the rule for {H} heads on a GPU of 132 multiprocessors", by_rule)
+
+        unsplit, split, base = rows["unsplit"], rows["split"], rows["static cache"]
+        report.why(words.compare(unsplit, base) + words.compare(split, unsplit))
+        for case in ((1, 1), (8, H)):
+            report.why(words.about(cases[case], words.crossover(tables[case], "keys", "split", "unsplit")))
+        n = contexts[-1]
+        cost = Cost(4 * H * n * D, 2 * H * n * D * args.dtype.itemsize)
+        costs = dict.fromkeys(("unsplit", "split", "SDPA"), cost)
+        report.why(words.bounds(tables[1, H][-1], costs, report.ceilings()))
+        report.plot_sweep(title)
         report.finish()

@@ -180,11 +180,9 @@ def large_scores(dtype):
 
     Two equal keys, then a second key ten times larger, as channels of outliers make them; values 1 and 3.
     """
-    Q = torch.full((1, 1, 2, 64), 40.0, dtype=dtype)
-    V = torch.ones_like(Q)
-    V[:, :, 1] = 3.0
     for factor, last in ((1.0, 2.0), (10.0, 3.0)):
-        K, expected = Q.clone(), torch.ones_like(Q)
+        Q, K = (torch.full((1, 1, 2, 64), 40.0, dtype=dtype) for _ in range(2))
+        V, expected = (torch.ones(1, 1, 2, 64, dtype=dtype) for _ in range(2))
         K[:, :, 1] *= factor
-        expected[:, :, 1] = last
+        V[:, :, 1], expected[:, :, 1] = 3.0, last
         yield Q, K, V, expected

@@ -6,23 +6,24 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, assert_close, run_script
+from helpers import ROOT, assert_close, large_scores, run_script
 from hypothesis import given
 from hypothesis import strategies as st
-from test_flash_attention import causal, draw, partly_visible, reference
+from test_main_flash_attention import causal, draw, partly_visible, reference
 
+import flash_attention_backward
 import inference_utils as utils
 import main_flash_attention
-import main_flash_attention_backward
-from main_flash_attention import flash_attention, merge_attention
-from main_flash_attention_backward import FlashAttention, flash_attention_recomputed
+from flash_attention_backward import FlashAttention, flash_attention_recomputed
+from main_flash_attention import flash_attention
+from main_flash_decoding import merge_attention
 
 
 def test_names_and_signatures():
     same = inspect.signature(flash_attention)
     assert inspect.signature(flash_attention_recomputed) == same
     assert issubclass(FlashAttention, torch.autograd.Function)
-    assert main_flash_attention_backward.__doc__.startswith("FlashAttention")
+    assert flash_attention_backward.__doc__.startswith("FlashAttention")
 
 
 @pytest.mark.parametrize("mask", [True, False, "partly"])
@@ -110,6 +111,40 @@ def test_autocast_and_16_bits():
     assert_close(grads, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_larger_than_16_bits_hold(dtype):
+    for Q, K, V, expected in large_scores(dtype):
+        inputs = [t.requires_grad_() for t in (Q, K, V)]
+        exact = [t.detach().double().requires_grad_() for t in inputs]
+        wanted = torch.autograd.grad(reference(*exact, causal(2, 2))[0].sum(), exact)
+        for tiles in [(1, 1), (64, 64)]:
+            out, _ = flash_attention_recomputed(*inputs, True, *tiles)
+            assert_close(out, expected)
+            assert_close(torch.autograd.grad(out.double().sum(), inputs), wanted)
+
+
+def test_backward_inside_autocast():
+    """It adds up in one type there as well."""
+    inputs = draw(*[(1, 2, 9, 8)] * 3, dtype=torch.float32, requires_grad=True)
+    out, _ = flash_attention_recomputed(*inputs, True, 4, 4)
+    plain = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def test_queries_without_keys():
+    """Five queries on three keys: the first two see none, their output and gradient are zero."""
+    inputs = draw((1, 2, 5, 4), (1, 2, 3, 4), (1, 2, 3, 4), requires_grad=True)
+    out, lse = flash_attention_recomputed(*inputs, True, 2, 2)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    assert (out[:, :, :2] == 0).all() and (lse[:, :, :2] == -torch.inf).all()
+    assert (grads[0][:, :, :2] == 0).all() and all(g.isfinite().all() for g in grads)
+    seen = [inputs[0][:, :, 2:], *inputs[1:]]
+    wanted = torch.autograd.grad(reference(*seen, causal(3, 3))[0].square().sum(), inputs)
+    assert_close(grads, wanted)
+
+
 def test_keeps_no_tile():
     """What waits for the backward pass is linear: inputs, output, one number a query."""
     Q, K, V = draw(*[(1, 1, 64, 4)] * 3, requires_grad=True)
@@ -140,24 +175,26 @@ def test_cuda(dtype):
         assert_close(ours.float(), theirs.float(), 1e-4 if dtype == torch.float32 else 5e-2)
 
 
-def test_script(checkpoint, tmp_path):
+def test_script(tmp_path):
     figure = tmp_path / "figure.png"
-    arguments = ("--quick", "--repeats", 1, "--json", "-", "--plot", figure)
-    run = run_script("main_flash_attention_backward.py", *arguments, checkpoint=checkpoint)
+    arguments = ("--quick", "--json", "-", "--plot", figure)
+    run = run_script("more/flash_attention_backward.py", *arguments, cwd=tmp_path)
     assert run.status == 0, run.stderr
     report = run.json
     assert report["checks"] and all(report["checks"].values())
-    assert any("gradcheck" in name for name in report["checks"])
     textbook, fused = report["rows"]
     assert fused["peak_memory_mb"] < textbook["peak_memory_mb"] and fused["same_output"]
-    (forms,) = report["sweeps"].values()
-    largest = {row["form"]: row["peak MB"] for row in forms if row["tokens"] == 1024}
-    assert largest["from scratch"] < largest["textbook"] / 3 and largest["SDPA"] < largest["textbook"] / 3
-    assert largest["from scratch"] < largest["from scratch, recorded"] < largest["textbook"]
-    assert figure.stat().st_size > 1000 and len(report["why"]) >= 4
+    times, peaks = report["sweeps"].values()
+    assert [row["tokens"] for row in times] == [256, 512, 1024]
+    half, largest = peaks[-2:]
+    assert largest["from scratch"] < largest["recorded tiles"] < largest["textbook"]
+    assert largest["textbook"] > 3 * half["textbook"]
+    for form in ("from scratch", "SDPA"):  # linear in the length
+        assert largest[form] < largest["textbook"] / 3 and largest[form] < 2.5 * half[form]
+    assert figure.stat().st_size > 1000 and len(report["why"]) == 4
 
 
-def test_script_in_16_bits_passes_and_finds_a_wrong_gradient(checkpoint, monkeypatch, capsys):
+def test_script_in_16_bits_passes_and_finds_a_wrong_gradient(distilled_checkpoint, monkeypatch, capsys):
     """The values are right, GPTlite's gradient is 1% off: that check fails, all the others pass."""
     right = main_flash_attention.MultiHeadAttention_SDPA.forward
 
@@ -166,17 +203,25 @@ def test_script_in_16_bits_passes_and_finds_a_wrong_gradient(checkpoint, monkeyp
         return out + 0.01 * (out - out.detach())
 
     monkeypatch.setattr(main_flash_attention.MultiHeadAttention_SDPA, "forward", wrong)
-    script = str(ROOT / "main_flash_attention_backward.py")
-    args = ["--quick", "--repeats", "1", "--dtype", "bfloat16", "--checkpoint", str(checkpoint)]
+    script = str(ROOT / "more" / "flash_attention_backward.py")
+    args = [
+        "--quick",
+        "--max-tokens",
+        "512",
+        "--dtype",
+        "bfloat16",
+        "--checkpoint",
+        str(distilled_checkpoint),
+    ]
     monkeypatch.setattr(sys, "argv", [script, *args])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(script, run_name="__main__")
     page, errors = capsys.readouterr()
     assert end.value.code == 1, errors
     failed = [line for line in page.splitlines() if "FAILED" in line]
-    assert len(failed) == 1 and "GPTlite, SDPA: gradients" in failed[0], page
+    assert len(failed) == 1 and "GPTlite's gradient" in failed[0], page
 
 
-def test_script_refuses_bad_input(checkpoint):
-    run = run_script("main_flash_attention_backward.py", "--tile", 0, checkpoint=checkpoint)
+def test_script_refuses_bad_input():
+    run = run_script("more/flash_attention_backward.py", "--tile", 0)
     assert run.status == 2 and "not a number from 1 up" in run.stderr

@@ -3,16 +3,18 @@
 import pytest
 import torch
 from helpers import assert_close, run_script
-from test_flash_attention import draw
+from test_main_flash_attention import draw
 from torch.nn.attention import SDPBackend
 
+from flash_attention_kernels import flex_causal, kernels, sdpa
 from gptlite import scaled_dot_product_attention
-from main_flash_attention_kernels import flex_causal, sdpa, tile_counts
 
 
-def test_tile_counts():
-    assert tile_counts(256, 64) == (10, 16) and tile_counts(1000, 64) == (136, 256)
-    assert tile_counts(5, 8) == (1, 1) and tile_counts(9, 1) == (45, 81)
+def test_kernels_of_a_device():
+    assert [*kernels(64, torch.device("cpu"), compiled=False)] == ["SDPA"]
+    assert [*kernels(64, torch.device("mps"))] == ["SDPA"]
+    on_cuda = [*kernels(64, torch.device("cuda"), compiled=False)]
+    assert on_cuda[0] == "SDPA" and len(on_cuda) == 5 and "SDPA flash_attention" in on_cuda
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
@@ -46,19 +48,20 @@ def test_backends_of_cuda(name):
     assert_close(out.float(), scaled_dot_product_attention(Q.float(), K.float(), V.float()), 1e-2)
 
 
-def test_script(checkpoint):
-    arguments = ("--quick", "--repeats", 1, "--batch-size", 2, "--json", "-")
-    run = run_script("main_flash_attention_kernels.py", *arguments, checkpoint=checkpoint)
+def test_script(tmp_path):
+    run = run_script("more/flash_attention_kernels.py", "--quick", "--json", "-", cwd=tmp_path)
     assert run.status == 0, run.stderr
     report = run.json
     assert report["checks"] and all(report["checks"].values())
-    assert [row["method"] for row in report["rows"]][:3] == ["textbook", "from scratch", "SDPA"]
-    tiles, kernels = report["sweeps"].values()
-    assert all(row["tiles computed"] < row["of"] for row in tiles)
-    longest = {row["form"]: row["peak MB"] for row in kernels if row["tokens"] == 512}
-    assert longest["SDPA"] < longest["textbook"] and len(report["why"]) >= 2
+    names = [row["method"] for row in report["rows"]]
+    assert names[:3] == ["textbook, 2 x 256", "from scratch, 2 x 256", "SDPA, 2 x 256"]
+    (tiles,) = report["sweeps"].values()
+    shares = [row["scores computed (%)"] for row in tiles]
+    assert shares == sorted(shares) and 50 < shares[0] and shares[-1] <= 100
+    long = {row["method"]: row["peak_memory_mb"] for row in report["rows"][3:]}
+    assert long["SDPA, 1 x 512"] < long["textbook, 1 x 512"] and len(report["why"]) == 3
 
 
-def test_script_refuses_bad_input(checkpoint):
-    run = run_script("main_flash_attention_kernels.py", "--batch-size", 0, checkpoint=checkpoint)
+def test_script_refuses_bad_input():
+    run = run_script("more/flash_attention_kernels.py", "--batch-size", 0)
     assert run.status == 2 and "not a number from 1 up" in run.stderr

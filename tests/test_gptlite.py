@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, random_tokens, randomize, tiny_model
+from helpers import assert_close, large_scores, random_tokens, randomize, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ SIGNATURES = {
     gptlite_kvcache.GPTlite_KVCache: "vocab_size d_model n_heads d_head n_layers dropout_p seqlen",
     gptlite_kvcache.GPTlite_KVCache.forward: "self x kv_cache=None max_seqlen=None",
     main_kvcache.generate: "model prompt n_tokens seqlen",
-    main_kvcache.generate_kvcache: "model prompt n_tokens seqlen kv_cache=None refill=None",
+    main_kvcache.generate_kvcache: "model prompt n_tokens seqlen kv_cache=None",
     utils.load_model: f"model_class vocab_size ckpt_path={utils.GPTLITE_CKPT_PATH} distilled=False kwargs",
     utils.model_size_mb: "model",
     utils.sample_prompts: "data n_prompts prompt_len",
@@ -153,6 +153,47 @@ def test_row_without_a_key_is_zero_with_finite_gradients(attention):
     out.sum().backward()
     assert all(t.grad.isfinite().all() for t in (Q, K, V))
     assert (Q.grad[:, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_larger_than_16_bits_hold(dtype):
+    """Twice 40 in 64 channels is 102,400 before the division by 8, more than float16 has."""
+    for Q, K, V, expected in large_scores(dtype):
+        Q, K, V = (t.requires_grad_() for t in (Q, K, V))
+        mask = torch.ones(2, 2, dtype=torch.bool).tril()
+        for out in (scaled_dot_product_attention(Q, K, V), scaled_dot_product_attention(Q, K, V, mask)):
+            assert out.dtype == dtype
+            assert_close(out, expected)
+            assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (Q, K, V)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("T", [1, 7, 33])
+def test_every_type_at_odd_lengths(dtype, T):
+    Q, K, V = (torch.randn(2, 3, T, 5).to(dtype) for _ in range(3))
+    exact = F.scaled_dot_product_attention(Q.double(), K.double(), V.double(), is_causal=True)
+    assert_close(scaled_dot_product_attention(Q, K, V).double(), exact, 8 * torch.finfo(dtype).eps)
+
+
+def test_masked_softmax_of_rows_that_see_nothing():
+    """Zeros with a gradient of zero, whatever their scores; the others as if they stood alone."""
+    scores = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    visible = torch.rand(4, 5) < 0.5
+    visible[1], visible[2] = False, True
+    weights = gptlite.masked_softmax(scores, visible)
+    (grad,) = torch.autograd.grad(weights.square().sum(), scores)
+    assert (weights[:, :, 1] == 0).all() and (grad[:, :, 1] == 0).all() and grad.isfinite().all()
+    assert_close(weights[:, :, 2], F.softmax(scores[:, :, 2], dim=-1))
+    seen = visible.any(dim=-1)
+    assert_close(weights.sum(-1), seen.double().expand(2, 3, 4))
+    assert not weights[..., ~visible].any()
+
+
+def test_textbook_attention_holds_two_score_matrices():
+    """No more than the operation needs: what reads one writes another, for a causal mask as well."""
+    Q, K, V = torch.randn(3, 1, 1, 256, 4)
+    mb = utils.peak_memory_mb(lambda: scaled_dot_product_attention(Q, K, V))
+    assert mb < 2.4 * 256 * 256 * 4 / 1e6
 
 
 def test_dropout_acts_on_the_attention_weights():

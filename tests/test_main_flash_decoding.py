@@ -6,18 +6,20 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, random_tokens, run_script, tiny_model
+from helpers import assert_close, large_scores, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 import inference_utils as utils
-import main_flash_attention
-import main_flash_decoding
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
+from main_flash_attention import flash_attention
 from main_flash_decoding import (
     GPTlite_FlashDecoding,
     choose_n_splits,
     flash_decoding,
+    fused_partial_attention,
+    merge_attention,
+    merge_parts,
     partial_attention,
     slots_of,
 )
@@ -31,8 +33,10 @@ def draw(B, H, Sk, D, seed=0, dtype=torch.float64):
 
 
 def test_names_and_signatures():
-    assert " ".join(inspect.signature(flash_decoding).parameters) == "q K V n_splits"
-    assert main_flash_decoding.merge_attention is main_flash_attention.merge_attention
+    assert " ".join(inspect.signature(flash_decoding).parameters) == "q K V n_splits attend"
+    assert " ".join(inspect.signature(merge_attention).parameters) == "out_a lse_a out_b lse_b"
+    same = inspect.signature(partial_attention)  # the twin by definition, and the fused one
+    assert inspect.signature(fused_partial_attention) == same
 
 
 @given(st.data())
@@ -64,19 +68,54 @@ def test_rows_of_a_longer_buffer():
     assert torch.equal(K, before[0]) and torch.equal(V, before[1])
 
 
-def test_splits_are_views_where_they_divide_the_keys(monkeypatch):
+def test_splits_are_views_and_one_call():
+    """As many pieces of work at once as sequences, heads and splits; nothing of a cache is copied."""
     q, K, V = draw(2, 3, 32, 4)
-    starts = []
+    for rows in (32, 28):  # of a window of 32
+        calls = []
 
-    def spy(q, k, v):
-        starts.append((k.shape, k.data_ptr() == K.data_ptr(), v.data_ptr() == V.data_ptr()))
-        return partial_attention(q, k, v)
+        def spy(q, k, v, calls=calls):
+            calls.append((k.shape, k.data_ptr() == K.data_ptr(), v.data_ptr() == V.data_ptr()))
+            return partial_attention(q, k, v)
 
-    monkeypatch.setattr(main_flash_decoding, "partial_attention", spy)
-    flash_decoding(q, K, V, 8)
-    assert starts == [((2, 3, 8, 4, 4), True, True)]  # one batched call over all the splits
-    k = K[:, :, :32].unflatten(2, (8, 4))
-    assert k.flatten(0, 2).data_ptr() == K.data_ptr()  # so a batched product needs no copy
+        flash_decoding(q, K[:, :, :rows], V[:, :, :rows], 4, spy)
+        assert calls == [((6, 4, rows // 4, 4), True, True)]
+
+
+def test_the_unsplit_form_is_one_piece_of_work_a_head(monkeypatch):
+    """A kernel that does not split keys, instead of a product of matrices that a library splits."""
+    kernel, shapes = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+
+    def spy(q, K, V):
+        shapes.append((q.shape, K.shape))
+        return kernel(q, K, V)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", spy)
+    monkeypatch.setattr(torch, "bmm", None)
+    q, K, V = draw(2, 3, 32, 4)
+    flash_decoding(q, K, V, 1)
+    flash_decoding(q, K, V, 4)
+    assert shapes == [((6, 1, 1, 4), (6, 1, 32, 4)), ((6, 4, 1, 4), (6, 4, 8, 4))]
+
+
+@given(st.sampled_from([1, 3]), st.integers(0, 9), st.integers(1, 9), st.integers(0, 99))
+def test_the_fused_twin_equals_the_definition(B, S, D, seed):
+    q, K, V = draw(B, 2, S, D, seed)
+    assert_close(fused_partial_attention(q, K, V), partial_attention(q, K, V))
+    for n_splits in (1, 2, 5):
+        both = [
+            flash_decoding(q, K, V, n_splits, attend)
+            for attend in (fused_partial_attention, partial_attention)
+        ]
+        assert_close(*both)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("attend", [partial_attention, fused_partial_attention])
+def test_scores_larger_than_16_bits_hold(dtype, attend):
+    for Q, K, V, expected in large_scores(dtype):
+        for n_splits in (1, 2):
+            assert_close(flash_decoding(Q[:, :, 1:], K, V, n_splits, attend), expected[:, :, 1:])
 
 
 def test_no_keys():
@@ -118,6 +157,66 @@ def test_bad_input():
         flash_decoding(q, K, V, 0)
     with pytest.raises(ValueError, match="one query per sequence, not 4"):
         flash_decoding(K, K, V, 2)
+
+
+# Merging
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 99), st.randoms())
+def test_merging_parts_gives_the_whole(sizes, seed, random):
+    """Any cut, empty parts included, merged in any order."""
+    Sk = sum(sizes)
+    Q, K, V = split_draw((2, 2, 3, 4), (2, 2, Sk, 4), (2, 2, Sk, 4), seed=seed)
+    parts = [
+        flash_attention(Q, k, v, False, 2, 2)
+        for k, v in zip(K.split(sizes, dim=2), V.split(sizes, dim=2), strict=True)
+    ]
+    while len(parts) > 1:
+        random.shuffle(parts)
+        parts.append(merge_attention(*parts.pop(), *parts.pop()))
+    assert_close(parts[0], flash_attention(Q, K, V, False))
+    if Sk:
+        assert_close(parts[0][0], F.scaled_dot_product_attention(Q, K, V))
+
+
+def split_draw(*shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def test_merging_nothing():
+    zeros, nothing = torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), -math.inf)
+    out, lse = merge_attention(zeros, nothing, zeros, nothing)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    some, some_lse = torch.ones(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    assert_close(merge_attention(zeros, nothing, some, some_lse), (some, some_lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_merging_empty_parts_has_finite_gradients(dtype):
+    """None, one or both parts without keys, in one call."""
+    lse_a = torch.tensor([[[-math.inf, -math.inf, 0.5, 1.0]]], requires_grad=True)
+    lse_b = torch.tensor([[[-math.inf, 2.0, -math.inf, 3.0]]], requires_grad=True)
+    out_a, out_b = (torch.full((1, 1, 4, 2), x, dtype=dtype, requires_grad=True) for x in (1.0, 2.0))
+    out, lse = merge_attention(out_a, lse_a, out_b, lse_b)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    share = 1 / (1 + math.exp(2))
+    assert_close(out[0, 0, :, 0].float(), torch.tensor([0.0, 2.0, 1.0, share + 2 * (1 - share)]), 1e-2)
+    inputs = (out_a, lse_a, out_b, lse_b)
+    gradients = torch.autograd.grad(out.float().sum() + lse[lse.isfinite()].sum(), inputs)
+    assert all(g.isfinite().all() for g in gradients)
+    assert all((g[0, 0, 0] == 0).all() for g in gradients)  # where both are empty nothing has an effect
+    assert_close(gradients[1][0, 0], torch.tensor([0.0, 0.0, 1.0, share - 2 * share * (1 - share)]), 1e-2)
+
+
+def test_many_parts_at_once_are_parts_one_by_one():
+    lse = torch.tensor([0.3, -math.inf, 2.0, -1.0, -math.inf], dtype=torch.float64)
+    out = split_draw((5, 3))[0]
+    whole, whole_lse = merge_parts(out, lse)
+    one, one_lse = out[0].view(1, 1, 1, 3), lse[0].view(1, 1, 1)
+    for i in range(1, 5):
+        one, one_lse = merge_attention(one, one_lse, out[i].view(1, 1, 1, 3), lse[i].view(1, 1, 1))
+    assert_close((whole, whole_lse), (one[0, 0, 0], one_lse[0, 0, 0]))
 
 
 # The rule
@@ -195,24 +294,24 @@ def test_cuda():
 # The script
 
 
-def test_script(checkpoint, tmp_path):
+def test_script(tmp_path):
     figure = tmp_path / "figure.png"
-    arguments = ("--quick", "--repeats", 1, "--json", "-", "--plot", figure)
-    run = run_script("main_flash_decoding.py", *arguments, checkpoint=checkpoint)
+    run = run_script("main_flash_decoding.py", "--quick", "--json", "-", "--plot", figure)
     assert run.status == 0, run.stderr
     report = run.json
     assert report["checks"] and all(report["checks"].values())
-    assert all(row["same_output"] for row in report["rows"]) and len(report["rows"]) >= 2
-    assert len({row["kv_bytes_per_token"] for row in report["rows"]}) == 1
-    assert len({row["forward_tokens"] for row in report["rows"]}) == 1
-    (sweep,) = report["sweeps"].values()
-    assert {(row["batch"], row["heads"]) for row in sweep} == {(1, 1), (1, 6), (8, 6)}
-    for row in sweep:
-        keys = row["batch"] * row["heads"] * 1024 * row["context / 1024"]
-        assert row["KV MB"] == pytest.approx(2e-6 * 4 * 64 * keys)
-    assert figure.stat().st_size > 1000 and len(report["why"]) >= 4
+    rows = report["rows"]
+    assert [row["method"] for row in rows] == ["static cache", "unsplit", "split"]
+    assert [row.get("splits") for row in rows] == [None, 1, 4] or rows[2]["splits"] > 1
+    for key in ("kv_bytes_per_token", "forward_tokens", "valid_loss"):
+        assert len({round(row[key], 4) for row in rows}) == 1
+    assert all(row["same_output"] for row in rows)
+    *tables, by_rule = report["sweeps"].values()
+    assert len(tables) == 3 and all([row["keys"] for row in table] == [1024, 2048, 4096] for table in tables)
+    assert by_rule[0] == {"keys": 1024, "batch 1": 4, "batch 8": 4}
+    assert figure.stat().st_size > 1000 and len(report["why"]) == 4
 
 
-def test_script_takes_a_number_of_splits(checkpoint):
-    run = run_script("main_flash_decoding.py", "--n-splits", 0, checkpoint=checkpoint)
+def test_script_takes_a_number_of_splits():
+    run = run_script("main_flash_decoding.py", "--n-splits", 0)
     assert run.status == 2 and "not a number from 1 up" in run.stderr
