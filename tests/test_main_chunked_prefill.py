@@ -7,23 +7,24 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import RecordingModel, random_tokens, run_script
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gptlite_paged import MODEL, PAGED, alone, assert_clean, poisoned_pool
-from test_main_paged_attention import refusal
+from test_main_static_batching import refusal
 
 from gptlite_paged import BlockPool, Sequence
+from main_block_cache import BlockCache
 from main_chunked_prefill import (
     PolicyScheduler,
     choose_budget,
     chunked,
     decode_first,
-    gaps,
     mixed,
     prefill_first,
     serve_arrivals,
 )
 from main_kvcache import generate
+from main_radix_cache import RadixCache
 
 WHOLE = {"prefill first": prefill_first, "decode first": decode_first, "mixed": mixed}
 
@@ -191,6 +192,39 @@ def test_blocks_follow_the_tokens(length, budget):
     assert_clean(pool)
 
 
+CACHES = {"blocks": lambda: BlockCache(PAGED, 12, 4), "radix tree": lambda: RadixCache(PAGED, 48)}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_prompt_in_pieces_is_found_as_far_as_it_is_computed(cache):
+    """B is the first 9 tokens of A, and comes when 4 of A's 12 are computed: it may not find 8."""
+    pool = CACHES[cache]()
+    pool.kv.fill_(float("nan"))
+    prompt = random_tokens(1, 12)[0].tolist()
+    scheduler, texts = PolicyScheduler(PAGED, pool, chunks_of(4)), []
+    for request, n in enumerate((12, 9)):
+        texts.append(Sequence(request, prompt[:n], n + 4))
+        scheduler.add(texts[-1])
+        scheduler.step()
+    assert texts[1].done <= 4
+    while scheduler.waiting or scheduler.running:
+        scheduler.step()
+    assert [s.ids for s in texts] == [alone(prompt, 4), alone(prompt[:9], 4, 1)]
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6), POLICIES, st.sampled_from(sorted(CACHES)))
+def test_every_policy_over_every_cache(seed, policy, cache):
+    draw, pool = random.Random(seed), CACHES[cache]()
+    pool.kv.fill_(float("nan"))
+    texts = random_tokens(2, 12, seed % 5)  # few beginnings, so that much is found
+    requests = [(draw.choice(texts)[: draw.randint(1, 12)], draw.randint(0, 4)) for _ in range(6)]
+    scheduler = PolicyScheduler(PAGED, pool, policy, max_running=draw.randint(1, 4))
+    outputs, _ = serve_arrivals(scheduler, requests, [draw.randint(0, 9) for _ in requests])
+    for i, (prompt, n_tokens) in enumerate(requests):
+        assert outputs[i].tolist() == alone(prompt.tolist(), n_tokens, i)
+
+
 def test_an_idle_server_takes_the_next_request_at_once():
     model = Recorded(PAGED)
     scheduler = PolicyScheduler(model, BlockPool(model, 8, 4), chunks_of(4))
@@ -227,48 +261,39 @@ def test_choose_budget():
         choose_budget(8.0, 0.5, 12.0, 8, 808)  # 8 tokens: all of them for those who generate
 
 
-def test_gaps():
-    times = [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert gaps([[0, 1, 3], [2, 4]], times, 0, 5) == [2.0, 12.0, 24.0]
-    assert gaps([[0, 1, 3], [2, 4]], times, 2, 4) == [12.0]
-    assert gaps([[], [4]], times, 0, 5) == []
-
-
-def test_script(checkpoint, tmp_path):
+def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "gaps.png"
-    run = run_script(
-        "main_chunked_prefill.py", "--quick", "--json", "-", "--plot", figure, checkpoint=checkpoint
-    )
+    options = ("--quick", "--json", "-", "--plot", figure)
+    run = run_script("main_chunked_prefill.py", *options, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     report = run.json
-    assert report["checks"]
-    assert all(report["checks"].values())
-    assert len(report["why"]) >= 4
+    assert all(report["checks"].values()) and len(report["why"]) == 4
+    assert sum("ever paused" in name for name in report["checks"]) >= 2
     budget = report["config"]["budget"]
+    rows = {row["method"]: row for row in report["rows"]}
     (events,) = report["sweeps"].values()
-    largest = {row["policy"]: row["largest step"] for row in events}
-    steps = {row["method"]: row["n_steps"] for row in report["rows"]}
-    assert steps.keys() == largest.keys()
+    assert [row["method"] for row in events] == list(rows)
+    largest = {name: row["largest_step"] for name, row in rows.items()}
+    steps = {name: row["n_steps"] for name, row in rows.items()}
     assert f"chunked, {budget} tokens" in steps
     assert largest["prefill first"] == 4 * 48
     assert largest["whole, mixed in"] == 4 * 48 + 8
     assert all(largest[name] <= int(name.split()[1]) for name in largest if name.startswith("chunked"))
     assert steps["chunked, 16 tokens"] > steps["chunked, 64 tokens"] >= steps["whole, mixed in"]
-    assert len({row["forward_tokens"] for row in report["rows"]}) == 1
-    assert [row["baseline"] for row in report["rows"]] == [True] + [False] * (len(steps) - 1)
+    assert len({row["forward_tokens"] for row in rows.values()}) == 1
+    assert [row["baseline"] for row in rows.values()] == [True] + [False] * (len(steps) - 1)
+    for row, event in zip(rows.values(), events, strict=True):
+        worst = [event[f"worst gap for {n}"] for n in ("1 prompt", "4 prompts")]
+        assert row["worst_gap_ms"] == max(worst) >= row["tpot_p99_ms"] >= row["tpot_ms"]
+        assert event["latest TTFT"] >= row["ttft_ms"] > 0
     assert figure.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     "option",
-    [
-        ("--prompt-len", "250"),
-        ("--n-tokens", "5"),
-        ("--n-tokens", "257"),
-        ("--max-gap", "-3"),
-        ("--max-gap", "nan"),
-    ],
+    [("--prompt-len", 250), ("--n-tokens", 5), ("--n-tokens", 257), ("--max-gap", -3), ("--max-gap", "nan")],
 )
-def test_bad_input(checkpoint, option, monkeypatch, capsys):
-    error = refusal("main_chunked_prefill.py", [*option, "--checkpoint", checkpoint], monkeypatch, capsys)
-    assert option[0] in error and len(error.strip().splitlines()) == 1
+def test_bad_input(distilled_checkpoint, option, monkeypatch, capsys):
+    options = [*option, "--checkpoint", distilled_checkpoint]
+    error = refusal("main_chunked_prefill.py", options, monkeypatch, capsys)
+    assert option[0] in error.splitlines()[-1]
