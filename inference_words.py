@@ -41,7 +41,7 @@ LOWER_IS_BETTER = {
     "tpot_p99_ms": "p99 TPOT",
     "peak_memory_mb": "peak memory",
     "step_ms": "time of a step",
-    "latency_ms": "mean time of an answer",
+    "latency_ms": "latency",
     "attention_ms": "time of attention",
     "kv_bytes_per_token": "cache of a token",
     "forward_tokens": "work in tokens",

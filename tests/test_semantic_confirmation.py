@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.query_pairs import load_pairs
-from main_semantic_confirmation import same_details
+from semantic_confirmation import same_details
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_confirmation_accepts_the_text_itself(text):
     assert same_details(text, text)
 
 
-def test_script(checkpoint):
-    options = ["--quick", "--repeats", "1", "--json", "-"]
-    run = run_script("main_semantic_confirmation.py", *options, checkpoint=checkpoint)
+def test_script(distilled_checkpoint):
+    options = ["--quick", "--json", "-"]
+    run = run_script("more/semantic_confirmation.py", *options, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr
     assert run.json["checks"] and all(run.json["checks"].values())
     baseline, *halves = run.json["rows"]

@@ -6,9 +6,18 @@ from helpers import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.query_pairs import PAIRS_PATH, load_pairs
-from main_semantic_cache import THRESHOLD
-from main_semantic_threshold import choose_threshold, judge, judge_left_out, wilson_lower_bound
+from data.query_pairs import PAIRS_PATH, Pair, load_pairs
+from inference_calls import THRESHOLD
+from semantic_threshold import (
+    choose_threshold,
+    count_hits,
+    embed_once,
+    judge,
+    judge_left_out,
+    score_pairs,
+    trade_off,
+    wilson_lower_bound,
+)
 
 
 def test_wilson_lower_bound():
@@ -58,10 +67,35 @@ def test_left_out_topics_are_judged_by_the_others():
     assert judge_left_out(similarities, np.zeros(4, dtype=bool), topics, 1.0, confirmed) == (0, 0)
 
 
-def test_script(checkpoint, tmp_path):
+def test_pairs_are_scored_and_hit_as_a_cache_hits_them():
+    """Made-up vectors; each text is embedded once, in one batch, whatever asks for it later."""
+    calls = []
+
+    def embed_fn(texts):
+        calls.append(texts)
+        angles = np.radians([float(text) if text != "probe" else 0.0 for text in texts])
+        return 2 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+    rows = [("0", "20", True), ("0", "50", False), ("90", "80", True), ("90", "85", False)]
+    pairs = [Pair("t", same, "kind", query, other) for query, other, same in rows]
+    look_up = embed_once(embed_fn, [text for pair in pairs for text in pair[3:]])
+    similarities, same, confirmed = score_pairs(pairs, look_up, lambda query, other: other != "85")
+    assert similarities == pytest.approx(np.cos(np.radians([20, 50, 10, 5])), abs=1e-6)
+    assert same.tolist() == [True, False, True, False] and confirmed.tolist() == [True, True, True, False]
+    for threshold in (0.6, 0.9, 0.99, 0.9999):
+        hits = count_hits(pairs, look_up, threshold, None)
+        assert hits == judge(similarities, same, threshold)["hits"]
+        hits = count_hits(pairs, look_up, threshold, lambda query, stored: query != "85")
+        assert hits == judge(similarities, same, threshold, confirmed)["hits"]
+    recall, precision = trade_off(similarities, same, confirmed)
+    assert recall == [1, 1, 0.5] and precision == pytest.approx([2 / 3, 1, 1])
+    assert len(calls) == 1 and len(calls[0]) == len(set(calls[0]))
+
+
+def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "curve.png"
-    options = ["--quick", "--repeats", "1", "--json", "-", "--plot", figure]
-    run = run_script("main_semantic_threshold.py", *options, checkpoint=checkpoint)
+    options = ["--quick", "--json", "-", "--plot", figure]
+    run = run_script("more/semantic_threshold.py", *options, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr
     assert figure.stat().st_size > 1000 and "Loading" not in run.stderr
     assert run.json["checks"] and all(run.json["checks"].values())
@@ -82,10 +116,20 @@ def test_script(checkpoint, tmp_path):
         line["pairs"] for lines in run.json["sweeps"].values() for line in lines if "pairs" in line
     ) == len(load_pairs(PAIRS_PATH)[1])
     assert -1e-5 < threshold - THRESHOLD < 5e-4, "the default of the caches is not what is chosen here"
+    assert "missed" in run.json["why"][1]
+
+
+@pytest.mark.slow
+def test_the_words_follow_the_target(distilled_checkpoint):
+    options = ["--quick", "--json", "-", "--target", "0.4", "--threshold", "0.9"]
+    run = run_script("more/semantic_threshold.py", *options, checkpoint=distilled_checkpoint)
+    assert run.status == 0, run.stderr
+    why = run.json["why"]
+    assert "enough for the target" in why[0] and "target is met" in why[1] and "as the target asks" in why[2]
 
 
 @pytest.mark.parametrize("option, value", [("--target", "1.5"), ("--threshold", "2")])
 def test_bad_options_are_one_line(option, value):
-    run = run_script("main_semantic_threshold.py", "--quick", option, value)
+    run = run_script("more/semantic_threshold.py", "--quick", option, value)
     assert run.status == 2 and run.stdout == ""
     assert len(run.stderr.strip().splitlines()) == 1 and value in run.stderr

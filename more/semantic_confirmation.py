@@ -1,16 +1,22 @@
 """Confirming a semantic hit: the stored question must agree in numbers, names, negations and opposites.
 
-Sentence vectors hardly move when "on" becomes "off", "Act 1" becomes "Act 2" or two names change places, so
-no threshold on their cosine tells such questions apart. A look at the words does, at the price of some hits.
-It is a filter and no proof: what differs in any other word (an egg for butter) passes, and the cosine has to
-refuse it. Counted here on labelled pairs, without any encoder, so before a threshold comes in.
+Idea: sentence vectors hardly move when "on" becomes "off", "Act 1" becomes "Act 2" or two names change
+places, so no threshold on their cosine tells such questions apart. A look at the words does.
 
-Run: python main_semantic_confirmation.py
+Approximate: a filter and no proof. Wins where a wrong answer costs more than a late one: it takes
+microseconds and refuses most traps. Loses the paraphrases that it refuses, each of which costs an answer once
+more, and what differs in any other word (an egg for butter) passes: a word list sees what it lists, the
+cosine has to refuse the rest. Counted here on labelled pairs, without any encoder, before a threshold comes
+in.
+
+Run: python more/semantic_confirmation.py
 
 Source: Bang, GPTCache, 2023 (the check after the search); Ribeiro et al., CheckList, 2020 (such pairs).
 """
 
 import re
+
+import _root  # noqa: F401 (the files above become importable)
 
 VALUES = {"minus": "-"}  # word -> the digits that mean the same
 for values, words in (
@@ -86,55 +92,44 @@ def same_details(query, stored):
 
 
 if __name__ == "__main__":
-    import torch
+    from functools import partial
 
-    import inference_report as rep
-    import inference_utils as utils
+    import inference_report as harness
+    import inference_words as words
     from data.query_pairs import load_pairs
-    from data.shakespeare import get_shakespeare_data
-    from gptlite import get_gptlite_model_parameters
     from gptlite_kvcache import GPTlite_KVCache
+    from inference_utils import alternating_ms
     from main_kvcache import generate_kvcache
 
-    parser = rep.options(__doc__, plot=False, data=False)
-    parser.add_argument("--n-tokens", type=rep.positive_int, default=64, help="tokens of an answer")
-    with rep.script(parser) as args:
-        p, dev, n_tokens = get_gptlite_model_parameters(), args.device, 8 if args.quick else args.n_tokens
-        vocab_size, _, _, encode, _ = get_shakespeare_data()
-        model = utils.load_model(GPTlite_KVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
+    parser = harness.options(__doc__, plot=False, data=False, quick={"n_tokens": 8}, n_tokens=64)
+    with harness.script(parser) as args:
+        (model,), text = harness.load_models(args, GPTlite_KVCache), harness.load_text(args)
         halves = dict(zip(("tuning half", "test half"), load_pairs(), strict=True))
         columns = {
             "traps_refused": ("traps refused", "{:.1%}"),
             "paraphrases_refused": ("paraphrases refused", "{:.1%}"),
             "pair_us": ("us a pair", "{:.0f}"),
         }
-        question = halves["tuning half"][0].query
-        prompt, T = torch.tensor([encode(question + "\n")], device=dev), len(question) + 1  # [1, T]
-        answer_ms = utils.median_ms(
-            lambda: generate_kvcache(model, prompt, n_tokens, p.seqlen), args.repeats, dev
-        )
-        sizes = {"batch_size": 1, "prompt_len": T, "n_tokens": n_tokens}
-        report = rep.Report(args, "confirmation of semantic hits", model, columns, **sizes)
+        prompt = text.prompt(halves["tuning half"][0].query + "\n")  # [1, T]
+        report = harness.Report(args, "confirmation of semantic hits", model, columns)
+        times = {"answer": partial(generate_kvcache, model, prompt, args.n_tokens, model.seqlen)}
+        for half, pairs in halves.items():
+            times[half] = lambda pairs=pairs: [same_details(*pair[3:]) for pair in pairs]
+        times = alternating_ms(times, args.repeats, args.device)
         report.row("no confirmation", baseline=True, traps_refused=0.0, paraphrases_refused=0.0)
-
         refused, lines = {}, []
         for half, pairs in halves.items():
-            ms = utils.median_ms(
-                lambda pairs=pairs: [same_details(*pair[3:]) for pair in pairs], args.repeats
-            )
             refused[half] = [not same_details(pair.query, pair.other) for pair in pairs]
             by_kind = {}  # kind -> whether each of its pairs is refused
             for pair, no in zip(pairs, refused[half], strict=True):
                 by_kind.setdefault(pair.kind, []).append(no)
-            traps = [
-                no for kind, row in by_kind.items() if kind not in ("paraphrase", "unrelated") for no in row
-            ]
+            traps = sum((row for kind, row in by_kind.items() if kind not in ("paraphrase", "unrelated")), [])
             report.row(
                 f"same_details, {half}",
                 same_output="approximate",
                 traps_refused=sum(traps) / len(traps),
                 paraphrases_refused=sum(by_kind["paraphrase"]) / len(by_kind["paraphrase"]),
-                pair_us=1000 * ms / len(pairs),
+                pair_us=1000 * times[half] / len(pairs),
             )
             lines += [
                 {"half": half, "kind": kind, "pairs": len(row), "refused": sum(row)}
@@ -154,27 +149,21 @@ if __name__ == "__main__":
         itself = all(same_details(text, text) for pair in pairs for text in pair[3:])
         report.check("every question confirms itself", itself)
 
-        row = report.data["rows"][1]
-        limits = rep.measure_ceilings(dev, args.dtype)
-        steps = [(T, 0), *((1, n_past) for n_past in range(T, T + n_tokens - 1))]
-        costs = [rep.forward_cost(p, vocab_size, 1, *step, args.dtype) for step in steps]
-        least = sum(rep.lower_bound_ms(cost, limits) for cost in costs)
-        report.why(
-            f"A look takes {row['pair_us']:.0f} us, and at most 5 candidates are looked at; an answer of "
-            f"{n_tokens} tokens takes GPTlite {answer_ms:.0f} ms (at least {least:.0f} ms here, share "
-            f"reached {rep.share_of(least, answer_ms)}). So it costs no time, it costs the hits it refuses."
-        )
-        price = refused["test half"], [pair.same for pair in halves["test half"]]
-        good = sum(no and same for no, same in zip(*price, strict=True))
-        report.why(
-            f"On the test half it refuses {good} of {sum(price[1])} paraphrases, each of which costs an "
-            f"answer once more, and {sum(price[0]) - good} of {len(price[0]) - sum(price[1])} wrong pairs, "
-            "each of which is a wrong answer where the cosine lets it through. It pays where a wrong answer "
-            "costs more than a late one."
-        )
+        test = list(zip(halves["test half"], refused["test half"], strict=True))
+        good, wrong = ([no for pair, no in test if pair.same is same] for same in (True, False))
+        found = f"On the test half it refuses {sum(good)} of {len(good)} paraphrases and {sum(wrong)} of "
+        found += f"{len(wrong)} wrong pairs"
+        gain = sum(wrong) / len(wrong) - sum(good) / len(good)  # of the shares that are refused
+        texts = f"{found}: it tells them apart.", f"{found}: it refuses blindly."
+        report.why(words.choose(gain, (0.1, texts[0]), texts[1]))
         blind = [line["kind"] for line in lines if line["half"] == "tuning half" and not line["refused"]]
-        report.why(
-            f"Blind to: {', '.join(blind) or 'no kind'} (tuning half). A word list sees what it lists; a "
-            "model that reads both questions (a cross-encoder) sees more and costs a pass."
+        texts = (
+            f"No pair is refused of the kinds {', '.join(blind)} (tuning half).",
+            "It refuses some of each kind.",
         )
+        report.why(words.choose(len(blind), (1, texts[0]), texts[1]))
+        look_ms = 5 * times["test half"] / len(halves["test half"])  # at most 5 candidates are looked at
+        found = f"Five looks take {1000 * look_ms:.0f} us, an answer of GPTlite {times['answer']:.0f} ms"
+        texts = f"{found}: time is no matter.", f"{found}: the looks cost time that is seen."
+        report.why(words.choose(times["answer"] / look_ms, (20, texts[0]), texts[1]))
         report.finish()
