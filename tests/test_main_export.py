@@ -1,5 +1,6 @@
 """The folder against transformers, which reads it without our code, and the way back to the bit."""
 
+import copy
 import json
 
 import pytest
@@ -12,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.shakespeare import VOCABULARY, encode
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
-from gptlite_opt import opt_from_gptlite
+from gptlite_opt import SPECIAL_LOGIT, generate_opt, opt_from_gptlite
 from inference_utils import load_checkpoint
-from main_export import character_tokenizer, export_folder, import_folder
+from linear_packed import pack_linears
+from main_export import SPECIAL, character_tokenizer, export_folder, import_folder
 from main_kvcache import generate_kvcache
 from main_pruning import prune, prune_linear
-from main_pruning_parts import prune_channels
+from pruning_parts import prune_channels
 
 V = len(VOCABULARY)
 TINY = {"vocab_size": 12, "n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 8}
@@ -27,7 +29,7 @@ TINY = {"vocab_size": 12, "n_layers": 2, "d_model": 16, "n_heads": 2, "d_head": 
 def folder(tmp_path_factory):
     """A folder with a tiny model of all 96 characters, which needs a width of at least as many."""
     path = tmp_path_factory.mktemp("export") / "a folder"
-    export_folder(tiny_model(GPTlite, vocab_size=V, d_model=96, n_heads=6), VOCABULARY, path)
+    export_folder(tiny_model(GPTlite, vocab_size=V, d_model=128, n_heads=8), VOCABULARY, path)
     return path
 
 
@@ -46,19 +48,102 @@ def test_loaded_tokenizer_is_exact_and_shows_unknown_characters(folder):
         assert tokenizer.decode(tokens) == text
         assert tokenizer.decode(tokens, skip_special_tokens=True) == text
     assert tokenizer.decode(tokenizer("caf\u00e9").input_ids) == "caf?"
-    assert len(tokenizer) == V
+    assert len(tokenizer) == V + 1
+
+
+def test_the_special_token_is_outside_the_vocabulary(folder):
+    """Engines ask for a beginning, an end, a padding and an unknown; none of them is a character."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert SPECIAL == "\u2404" and SPECIAL not in VOCABULARY
+    for role in ("bos", "eos", "unk", "pad"):
+        assert getattr(tokenizer, f"{role}_token") == SPECIAL and getattr(tokenizer, f"{role}_token_id") == V
+    assert tokenizer.padding_side == "left"
+    assert tokenizer("ab" + SPECIAL).input_ids == [*encode("ab"), V]  # typed into a text
+    assert tokenizer.decode([5, V, 6], skip_special_tokens=True) == VOCABULARY[5] + VOCABULARY[6]
+    settings = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert [(token["id"], token["content"], token["special"]) for token in settings] == [(V, SPECIAL, True)]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == 104 and config["pad_token_id"] == config["eos_token_id"] == V
+
+
+def test_a_padded_batch_gives_each_text_its_own_tokens(folder):
+    """Also behind the special character, which someone may type."""
+    model = tiny_model(GPTlite_KVCache, vocab_size=V, d_model=128, n_heads=8)
+    opt = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts = ["a", "be, or not", "To", "O Romeo", "?"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    served = opt.generate(**batch, max_new_tokens=6, do_sample=False)
+    for text, output in zip(texts, served, strict=True):
+        alone = generate_kvcache(model, torch.tensor([encode(text)]), 6, 16)
+        assert torch.equal(output[-6:], alone[0, -6:])
+    batch = tokenizer([SPECIAL + "a"], return_tensors="pt")
+    assert opt.generate(**batch, max_new_tokens=3, do_sample=False).max() <= V
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_special_token_is_never_chosen(dtype, trained):
+    """Its logit is the same after every text, also for new weights, whose biases are all zero."""
+    model = tiny_model(GPTlite, n_layers=1, vocab_size=12)
+    if not trained:
+        with torch.random.fork_rng():
+            model = GPTlite(12, 32, 2, 16, 1, 0.0, 16).eval()
+    model = model.to(dtype)
+    opt = opt_from_gptlite(model, special=True)
+    tokens = random_tokens(4, 16, vocab_size=12)
+    with torch.no_grad():
+        logits, expected = opt(tokens).logits, model(tokens)
+    special = logits[..., 12:].double()  # and rows that fill up a multiple of 8
+    assert logits.shape[-1] == 16
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 30.0)
+    assert (special - SPECIAL_LOGIT).abs().max() <= tolerance
+    assert (special.amax(dim=-1) < logits[..., :12].double().amin(dim=-1) - 20).all()
+    if dtype.itemsize >= 4:
+        assert_close(logits[..., :12], expected)
+
+
+def test_a_norm_that_hides_a_channel_has_no_room_for_a_special_token():
+    model = tiny_model(GPTlite)
+    with torch.no_grad():
+        model.ln.weight[3] = 0.0
+    with pytest.raises(ValueError, match="too small for the row of a special token"):
+        opt_from_gptlite(model, special=True)
+    assert opt_from_gptlite(model).seqlen == model.seqlen
+
+
+def test_a_folder_without_a_special_token_is_read_as_well(tmp_path):
+    """As engines' own tools write them, or an older version of this script."""
+    model = tiny_model(GPTlite, **TINY)
+    export_folder(model, VOCABULARY[:12], tmp_path / "f")
+    opt_from_gptlite(model).save_pretrained(tmp_path / "plain")
+    tokenizer = json.loads((tmp_path / "f" / "tokenizer.json").read_text())
+    (tmp_path / "plain" / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": []}))
+    back, characters = import_folder(tmp_path / "plain")
+    assert characters == VOCABULARY[:12] and back.fc_out.bias.abs().max() == 0
+    tokens = random_tokens(1, 16, vocab_size=12)
+    with torch.no_grad():
+        assert_close(back(tokens), model(tokens), 1e-9)
+
+
+def test_packed_weights_are_exported_as_ordinary_ones(tmp_path):
+    model = tiny_model(GPTlite, dtype=torch.float32, **TINY)
+    export_folder(pack_linears(copy.deepcopy(model)), VOCABULARY[:12], tmp_path / "f")
+    back, _ = import_folder(tmp_path / "f")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
 
 
 def test_auto_model_computes_and_generates_the_same(folder):
-    model = tiny_model(GPTlite_KVCache, vocab_size=V, d_model=96, n_heads=6)
+    model = tiny_model(GPTlite_KVCache, vocab_size=V, d_model=128, n_heads=8)
     opt = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     assert opt.dtype == torch.float64
     tokens = random_tokens(2, 16, vocab_size=V)
     with torch.no_grad():
-        assert_close(opt(tokens).logits, model(tokens)[0], 1e-9)
+        assert_close(opt(tokens).logits[..., :V], model(tokens)[0], 1e-9)
     prompt = tokens[:1, :5]
-    how = {"max_new_tokens": 11, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    assert torch.equal(opt.generate(prompt, **how), generate_kvcache(model, prompt, 11, 16))
+    expected = generate_kvcache(model, prompt, 11, 16)
+    assert torch.equal(opt.generate(prompt, max_new_tokens=11, do_sample=False), expected)
+    assert torch.equal(generate_opt(opt, prompt, 11), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -92,7 +177,7 @@ def test_folder_that_others_saved_keeps_its_function(folder, tmp_path):
     assert back.fc_out.bias.abs().max() == 0
     tokens = random_tokens(1, 16, vocab_size=V)
     with torch.no_grad():
-        assert_close(back(tokens), opt(tokens).logits, 1e-9)
+        assert_close(back(tokens), opt(tokens).logits[..., :V], 1e-9)
 
 
 def test_stale_biases_in_the_header_are_not_used(tmp_path):
@@ -178,8 +263,8 @@ def spoil_weights(folder, change):
                 lambda v: {c: i + 1 for c, i in v.items()},
             )
         ),
-        (lambda f: spoil_vocabulary(f, lambda v: dict([*v.items()][:-1])), "embed_tokens"),
-        (lambda f: spoil_vocabulary(f, lambda v: v | {"\u2764": len(v)}), "embed_tokens"),
+        (lambda f: spoil_vocabulary(f, lambda v: dict([*v.items()][:-1])), "single characters"),
+        (lambda f: spoil_vocabulary(f, lambda v: v | {"\u2764": len(v)}), "single characters"),
         (lambda f: spoil_weights(f, lambda w: w["lm_head.weight"][0].fill_(float("nan")) is None), "NaN"),
         (lambda f: spoil_weights(f, lambda w: w.update(more=torch.zeros(2))), "holds 38 tensors, not 37"),
         (
@@ -189,7 +274,7 @@ def spoil_weights(folder, change):
         *(
             (
                 lambda f, s=s: spoil_weights(f, lambda w: w.update({"lm_head.weight": torch.zeros(s)})),
-                "fc_out.weight",
+                "lm_head.weight",
             )
             for s in ((12, 8), (12,), ())
         ),
@@ -257,7 +342,11 @@ def test_script_writes_and_reads(checkpoint, tmp_path):
     )
     assert run.status == 0, run.stderr
     assert run.stderr == ""
-    assert all(run.json["checks"].values())
+    assert all(run.json["checks"].values()) and len(run.json["checks"]) == 6
+    ours, theirs = run.json["rows"]
+    assert ours["baseline"] and theirs["same_output"] is True
+    assert theirs["valid_loss"] == pytest.approx(ours["valid_loss"], abs=1e-4)  # its own, measured
+    assert "vllm serve 'out folder' --dtype float32" in run.stdout
     # the type is that of the comparison, the checkpoint keeps the folder's
     args = ("--read", "out folder", "--output", "back.pth", "--quick", "--dtype", "bfloat16")
     run = run_script("main_export.py", *args, cwd=tmp_path)
@@ -265,6 +354,20 @@ def test_script_writes_and_reads(checkpoint, tmp_path):
     written, original = load_checkpoint(tmp_path / "back.pth"), load_checkpoint(checkpoint)
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name].float()) for name in written)
+
+
+def test_ctranslate2_gives_the_same_tokens(folder, tmp_path):
+    """Other people's engine, from the folder as it is."""
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(tmp_path / "f"))
+    engine = ctranslate2.Generator(str(tmp_path / "f"), device="cpu", compute_type="float32")
+    model = tiny_model(GPTlite_KVCache, vocab_size=V, d_model=128, n_heads=8)
+    for text in ("a", "be, or not"):
+        (result,) = engine.generate_batch(
+            [list(text)], max_length=6, sampling_topk=1, include_prompt_in_result=False
+        )
+        alone = generate_kvcache(model, torch.tensor([encode(text)]), 6, 16)
+        assert result.sequences_ids[0] == alone[0, -6:].tolist()
 
 
 @pytest.mark.parametrize("package", ["safetensors", "transformers"])
@@ -287,7 +390,7 @@ def test_bad_options_are_one_line(tmp_path, args):
 
 
 def test_models_that_opt_cannot_be_are_refused():
-    heads = prune(tiny_model(GPTlite), torch.rand(2, 2), torch.rand(2, 128), 1, 128)
+    heads = prune(tiny_model(GPTlite), [torch.rand(2)] * 2, [torch.rand(128)] * 2, 1, 128)
     channels = prune_channels(tiny_model(GPTlite), torch.rand(32), 16)
     neurons = tiny_model(GPTlite)
     net = neurons.blocks[0].ffwd.net
