@@ -124,10 +124,14 @@ if __name__ == "__main__":
         rows_alone = {row["method"]: row for row in (first, last)}
         report.why_step({name: row["cost"] for name, row in rows_alone.items()}, rows_alone, "ttft_ms")
         share = lookup_ms / first["ttft_ms"]
-        figures = f"{T} tokens takes {lookup_ms:.3f} ms, {share:.1%} of computing them"
+        figures = f"{T} tokens takes {lookup_ms:.3f} ms, {share:.2%} of the time of computing them"
         report.why(
             words.compare(last, first, "ttft_ms")
-            + words.choose(share, (0.05, f"But looking up {figures}."), f"Looking up {figures}: nothing.")
+            + words.choose(
+                share,
+                (0.05, f"The look-up of {figures}: it is dear."),
+                f"The look-up of {figures}: it is cheap.",
+            )
         )
         without, roomy = (rows["no sharing", way] for way in ("no cache", "pool 2x"))
         report.why(words.compare(roomy, without, "tokens_per_s"))
