@@ -417,7 +417,8 @@ class Report:
     def ceilings(self):
         """Ceilings of this machine, measured once a report."""
         if self._ceilings is None:
-            self._ceilings = measure_ceilings(self.args.device, self.args.dtype)
+            seconds = 0.02 if self.args.quick else 0.3
+            self._ceilings = measure_ceilings(self.args.device, self.args.dtype, seconds)
         return self._ceilings
 
     # ---- Collecting ----
