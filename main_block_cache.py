@@ -125,14 +125,8 @@ if __name__ == "__main__":
         report.why_step({name: row["cost"] for name, row in rows_alone.items()}, rows_alone, "ttft_ms")
         share = lookup_ms / first["ttft_ms"]
         figures = f"{T} tokens takes {lookup_ms:.3f} ms, {share:.2%} of the time of computing them"
-        report.why(
-            words.compare(last, first, "ttft_ms")
-            + words.choose(
-                share,
-                (0.05, f"The look-up of {figures}: it is dear."),
-                f"The look-up of {figures}: it is cheap.",
-            )
-        )
+        cheap, dear = (f"The look-up of {figures}: it is {word}." for word in ("cheap", "dear"))
+        report.why(words.compare(last, first, "ttft_ms") + words.choose(share, (0.05, dear), cheap))
         without, roomy = (rows["no sharing", way] for way in ("no cache", "pool 2x"))
         report.why(words.compare(roomy, without, "tokens_per_s"))
         shares = "; ".join(f"{name} {a:.0%}, {b:.0%}" for name, (a, b) in found.items())
