@@ -1,42 +1,26 @@
-"""Unstructured sparsity against brute force on tiny layers, products that skip zeros against dense ones."""
+"""main_sparsity.py: one-shot pruning against brute force on tiny layers, whole models, and training on."""
 
 import copy
-import runpy
-import sys
 
 import pytest
 import torch
-import torch.nn as nn
-from helpers import ROOT, assert_close, random_tokens, run_script, tiny_model
+from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-import inference_utils as utils
+import inference_training as training
 from gptlite import GPTlite
-from gptlite_kvcache import GPTlite_KVCache
+from inference_calibration import input_products, input_squares, linear_layers, relative_error, sum_inputs
+from inference_utils import GPTLITE_DISTILLED_CKPT_PATH
 from main_sparsity import (
     METHODS,
-    input_products,
-    input_squares,
-    linear_layers,
+    keep_zeros,
     prune_magnitude,
     prune_model,
     prune_sparsegpt,
     prune_wanda,
-    relative_error,
     removed,
-    sum_inputs,
     zeros_as_asked,
-)
-from main_sparsity_outliers import rescale_channels
-from main_sparsity_speed import (
-    CSRLinear,
-    SemiStructuredLinear,
-    break_even,
-    check_2_4,
-    compress_2_4,
-    decompress_2_4,
-    replace_linears,
 )
 
 sparsities = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.7, 0.9, 1.0])
@@ -117,6 +101,24 @@ def test_bad_sparsity_is_refused(sparsity, by):
             prune(W, known_of(method, X), sparsity, by)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+@pytest.mark.parametrize("sparsity, by", [(0.5, "row"), (0.5, "layer"), ("2:4", "row")])
+def test_a_matrix_of_nothing(shape, sparsity, by):
+    weight = torch.zeros(shape)
+    assert removed(weight, sparsity, by).shape == shape
+    assert prune_magnitude(weight, None, sparsity, by).shape == shape
+    assert prune_wanda(weight, torch.ones(shape[1]), sparsity, by).shape == shape
+    assert zeros_as_asked(weight, sparsity, by)
+
+
+def test_strided_weights_are_pruned_alike():
+    W, X = random_layer(8, 8, 40)
+    for method, (prune, _) in METHODS.items():
+        for sparsity in (0.5, "2:4"):
+            expected = prune(W.T.contiguous(), known_of(method, X), sparsity, "row")
+            assert_close(prune(W.T, known_of(method, X), sparsity, "row"), expected)
+
+
 # ---- 2:4 ----
 
 
@@ -132,7 +134,7 @@ def test_2_4_keeps_the_two_best_of_every_four(seed):
             for start in (0, 4):
                 best = set(sorted(range(start, start + 4), key=lambda i: -scores[row, i].item())[:2])
                 assert {i for i in range(start, start + 4) if pruned[row, i] != 0} == best
-    check_2_4(prune_sparsegpt(W, input_products(X), "2:4"))
+    assert zeros_as_asked(prune_sparsegpt(W, input_products(X), "2:4"), "2:4", "row")
     assert ((prune_sparsegpt(W, input_products(X), "2:4", block_size=4) == 0).sum(dim=1) == 4).all()
 
 
@@ -141,23 +143,6 @@ def test_2_4_needs_inputs_by_fours():
     for method, (prune, _) in METHODS.items():
         with pytest.raises(ValueError, match="by fours"):
             prune(W, known_of(method, X), "2:4", "row")
-    with pytest.raises(ValueError, match="by fours"):
-        compress_2_4(W)
-
-
-@given(rows=st.integers(1, 5), fours=st.integers(1, 4), seed=seeds)
-def test_2_4_compresses_bit_for_bit(rows, fours, seed):
-    W = prune_magnitude(random_matrix(rows, 4 * fours, seed=seed).float(), None, "2:4")
-    W[0, :4] = 0.0  # a four may hold fewer than two
-    values, places = compress_2_4(W)
-    assert torch.equal(decompress_2_4(values, places), W)
-    assert values.numel() == W.numel() // 2 and places.numel() == -(-W.numel() // 8)
-
-
-def test_2_4_refuses_a_dense_matrix():
-    for refuse in (compress_2_4, lambda W: SemiStructuredLinear(nn.Linear(8, 4))):
-        with pytest.raises(ValueError, match="never pruned"):
-            refuse(random_matrix(4, 8))
 
 
 # ---- SparseGPT against brute force ----
@@ -265,29 +250,7 @@ def test_calibration_of_zeros_leaves_magnitude(sparsity, by):
     assert torch.equal(prune_sparsegpt(W, torch.zeros(8, 8, dtype=W.dtype), sparsity, by), expected)
 
 
-def test_relative_error_is_that_of_the_outputs():
-    W, X = random_layer(5, 8, 20)
-    other = W + random_matrix(5, 8, seed=9)
-    expected = (X @ (W - other).T).norm() / (X @ W.T).norm()
-    assert_close(relative_error(W, other, input_products(X)), expected.item(), 1e-9)
-    assert relative_error(W, W, input_products(X)) == 0
-    assert relative_error(W, other, torch.zeros(8, 8)) == 0  # no inputs, no outputs, no error
-
-
 # ---- Models ----
-
-
-def test_statistics_are_those_of_the_inputs_and_hooks_go():
-    model, tokens = tiny_model(GPTlite), random_tokens(3, 7)
-    layers, seen = linear_layers(model.blocks), []
-    hook = layers["1.ffwd.net.2"].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    sums = sum_inputs(layers, input_products, lambda: model(tokens))
-    x = seen[0].reshape(-1, 128)
-    assert_close(sums["1.ffwd.net.2"], sum(torch.outer(row, row) for row in x), 1e-9)
-    hook.remove()
-    with pytest.raises(ZeroDivisionError):
-        sum_inputs(layers, input_squares, lambda: 1 / 0)
-    assert all(not layer._forward_pre_hooks for layer in layers.values())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -333,134 +296,6 @@ def test_keeping_all_leaves_the_model_as_it_was():
         assert torch.equal(prune_model(model, tokens, method, "layer", 0.0)(tokens), expected)
 
 
-@given(n_channels=st.integers(0, 32), factor=st.sampled_from([1, 4, 32, 0.5]))
-def test_rescaled_channels_change_neither_the_function_nor_wanda(n_channels, factor):
-    model, tokens = tiny_model(GPTlite), random_tokens(4, 16)
-    rescaled = rescale_channels(copy.deepcopy(model), n_channels, factor)
-    assert torch.equal(rescaled(tokens), model(tokens))
-    pruned, other = (prune_model(m, tokens, "Wanda", "row", 0.5) for m in (model, rescaled))
-    for one, two in zip(linear_layers(pruned).values(), linear_layers(other).values(), strict=True):
-        assert torch.equal(one.weight == 0, two.weight == 0)
-    assert torch.equal(pruned(tokens), other(tokens))
-
-
-def test_rescaled_channels_lose_their_weights_to_magnitude():
-    model = tiny_model(GPTlite)
-    channels = model.blocks[0].ln2.weight.abs().topk(4).indices
-    rescale_channels(model, 4, 1024)
-    prune_model(model, random_tokens(4, 16), "magnitude", "layer", 0.5)
-    assert not model.blocks[0].ffwd.net[0].weight[:, channels].any()
-
-
-# ---- Products that skip zeros ----
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-@given(share=sparsities, B=st.integers(1, 3), T=st.integers(1, 4), seed=seeds)
-def test_csr_layer_equals_the_dense_one(share, B, T, seed):
-    layer = nn.Linear(8, 6).double()
-    layer.weight.data = prune_magnitude(random_matrix(6, 8, seed=seed), None, share)
-    x = random_matrix(B, T, 8, seed=seed + 1)
-    sparse = CSRLinear(layer)
-    assert_close(sparse(x), layer(x))
-    assert sparse.values.numel() == 48 - round(share * 48)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_model_with_csr_layers_gives_the_same_logits_and_is_smaller():
-    tokens = random_tokens(2, 9)
-    model = prune_model(tiny_model(GPTlite), tokens, "magnitude", "row", 0.9)
-    cached = tiny_model(GPTlite_KVCache)
-    cached.load_state_dict(model.state_dict())
-    sparse = replace_linears(copy.deepcopy(cached), CSRLinear)
-    assert all(isinstance(block.mha.query_proj, CSRLinear) for block in sparse.blocks)
-    assert_close(sparse(tokens)[0], model(tokens))
-    logits, _ = utils.cached_logits(sparse, tokens, 3)
-    assert_close(logits, model(tokens))
-    assert utils.weight_bytes(sparse) < utils.weight_bytes(model)
-
-
-def test_break_even():
-    assert break_even([0.5, 0.9], [3.0, 2.0]) is None
-    assert break_even([0.5, 0.9], [0.9, 0.5]) == 0.5
-    assert_close(break_even([0.5, 0.7, 0.9], [3.0, 1.5, 0.5]), 0.8)
-    assert_close(break_even([0.3, 0.5, 0.7, 0.9], [0.9, 1.5, 1.5, 0.5]), 0.8)  # for good
-
-
-@pytest.mark.cuda
-def test_2_4_layer_on_cuda_equals_the_dense_one():
-    layer = nn.Linear(384, 384, device="cuda", dtype=torch.float16)
-    layer.weight.data = prune_magnitude(layer.weight.data, None, "2:4")
-    x = torch.randn(2, 5, 384, device="cuda", dtype=torch.float16)
-    sparse = SemiStructuredLinear(layer)
-    assert_close(sparse(x), layer(x))
-    assert torch.equal(sparse.weight.to_dense(), layer.weight)
-
-
-# ---- Scripts ----
-
-
-def test_script():
-    if not utils.GPTLITE_CKPT_PATH.is_file():
-        pytest.skip("what sparsity costs needs trained weights")
-    run = run_script("main_sparsity.py", "--quick", "--json", "-")
-    assert run.status == 0, run.stderr
-    assert run.json["checks"] and all(run.json["checks"].values())
-    tables = {title.split(",")[0]: rows for title, rows in run.json["sweeps"].items()}
-    error, rise = (
-        {row["method"]: row for row in tables[title]}
-        for title in ("Mean relative error of layers", "Rise of the validation loss")
-    )
-    for by in ("layer", "row"):
-        assert (
-            error[f"SparseGPT by {by}"]["50%"]
-            < error[f"Wanda by {by}"]["50%"]
-            < error[f"magnitude by {by}"]["50%"]
-        )
-    assert error["SparseGPT by row"]["2:4"] < error["Wanda by row"]["2:4"] < error["magnitude by row"]["2:4"]
-    for column in ("50%", "2:4"):
-        losses = {name: row[column] for name, row in rise.items() if row[column] is not None}
-        assert min(losses, key=losses.get).startswith("SparseGPT")
-    assert len(run.json["why"]) >= 4
-    dense, *others = run.json["rows"]
-    assert dense["baseline"]
-    # SparseGPT at 50% costs less than so few windows can tell
-    costly = [row for row in others if not row["method"].startswith("SparseGPT")]
-    assert len(costly) == 6 and all(row["valid_loss"] > dense["valid_loss"] for row in costly)
-
-
-def test_script_outliers():
-    if not utils.GPTLITE_CKPT_PATH.is_file():
-        pytest.skip("what sparsity costs needs trained weights")
-    run = run_script("main_sparsity_outliers.py", "--quick", "--json", "-")
-    assert run.status == 0, run.stderr
-    assert run.json["checks"] and all(run.json["checks"].values())
-    rise = {row["method"]: row["loss_rise"] for row in run.json["rows"]}
-    assert rise["magnitude by layer, x32"] > rise["Wanda by row, x32"] > rise["SparseGPT by layer, x32"]
-    assert_close(rise["Wanda by row, x32"], rise["Wanda by row, x1"])
-
-
-def test_script_outliers_refuses_more_channels_than_there_are(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["main_sparsity_outliers.py", "--n-channels", "385"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "main_sparsity_outliers.py"), run_name="__main__")
-    assert stop.value.code == 2 and "--n-channels 385: the model has 384" in capsys.readouterr().err
-
-
-def test_script_speed(checkpoint):
-    run = run_script("main_sparsity_speed.py", "--quick", "--json", "-", checkpoint=checkpoint)
-    assert run.status == 0, run.stderr
-    assert run.json["checks"] and all(run.json["checks"].values())
-    rows = {row["method"]: row for row in run.json["rows"]}
-    assert rows["95% zeros"]["weights_mb"] == rows["dense"]["weights_mb"]  # stored zeros save nothing
-    assert rows["95% zeros, CSR"]["weights_mb"] < 0.2 * rows["dense"]["weights_mb"]
-    assert rows["50% zeros, CSR"]["weights_mb"] > rows["dense"]["weights_mb"]
-    assert rows["95% zeros, CSR"]["peak_memory_mb"] < rows["dense"]["peak_memory_mb"]
-    assert len({row["forward_tokens"] for row in rows.values()}) == 1
-    if not torch.cuda.is_available():
-        assert any("CUDA" in line for line in run.json["why"])  # the reason why 2:4 stays dense
-
-
 def test_sparsegpt_gives_up_a_large_weight_of_a_dead_input_first():
     X = random_matrix(50, 4)
     X[:, 0] = 0
@@ -470,7 +305,57 @@ def test_sparsegpt_gives_up_a_large_weight_of_a_dead_input_first():
         assert (pruned[0] == 0).nonzero()[:, 0].tolist() == gone
 
 
-def test_csr_layer_without_bias():
-    linear = nn.Linear(8, 4, bias=False).double()
-    x = random_matrix(3, 8)
-    assert_close(CSRLinear(linear)(x), linear(x))
+# ---- Training on ----
+
+
+def trained(keep):
+    model = prune_model(tiny_model(GPTlite), random_tokens(4, 16), "magnitude", "row", 0.5)
+    handles = keep_zeros(model.blocks) if keep else []
+    training.train_steps(model, random_tokens(1, 200)[0], 3, 1e-2, 4, 16)
+    return model, handles
+
+
+def test_zeros_stay_when_a_model_is_trained_on_and_grow_back_without_care():
+    def zeros(model):
+        return [layer.weight == 0 for layer in linear_layers(model.blocks).values()]
+
+    before = prune_model(tiny_model(GPTlite), random_tokens(4, 16), "magnitude", "row", 0.5)
+    model, handles = trained(keep=True)
+    assert all(torch.equal(*pair) for pair in zip(zeros(model), zeros(before), strict=True))
+    changed = zip(linear_layers(model.blocks).values(), linear_layers(before.blocks).values(), strict=True)
+    assert not any(torch.equal(now.weight, old.weight) for now, old in changed)
+    assert not any(zero.any() for zero in zeros(trained(keep=False)[0]))
+    for handle in handles:
+        handle.remove()
+    training.train_steps(model, random_tokens(1, 200)[0], 3, 1e-2, 4, 16)
+    assert sum(zero.sum() for zero in zeros(model)) < 0.1 * sum(zero.sum() for zero in zeros(before))
+
+
+# ---- The script ----
+
+
+def test_quick_run(distilled_checkpoint, tmp_path):
+    if distilled_checkpoint != GPTLITE_DISTILLED_CKPT_PATH:
+        pytest.skip("what sparsity costs needs trained weights")
+    args = ("--quick", "--json", "-", "--plot", tmp_path / "figure.png")
+    run = run_script("main_sparsity.py", *args, checkpoint=distilled_checkpoint)
+    assert run.status == 0, run.stderr
+    assert len(run.json["checks"]) == 4 and all(run.json["checks"].values())
+    rise, error, times = run.json["sweeps"].values()
+    for table in (rise, error):
+        assert [row["zeros"] for row in table] == ["50%", "2:4"]
+        for row in table:
+            values = {name: value for name, value in row.items() if name != "zeros" and value is not None}
+            assert len(values) == (6 if row["zeros"] == "50%" else 3)
+            assert min(values, key=values.get).startswith("SparseGPT")
+    assert all(row["SparseGPT"] > row["magnitude"] for row in times)  # it solves for what it keeps
+    dense, *others = run.json["rows"]
+    assert dense["baseline"] and len(others) == 9 and len(run.json["why"]) == 4
+    assert all(row["valid_loss"] > dense["valid_loss"] for row in others)
+    assert all(row["loss_difference_se"] > 0 for row in others)
+    assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_bad_options():
+    run = run_script("main_sparsity.py", "--quick", "--sparsities", "1.5")
+    assert run.status == 2 and "1.5 is not a share from 0 to 1" in run.stderr
