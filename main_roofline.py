@@ -1,9 +1,16 @@
 """Roofline: whether computing or reading limits a step of a language model, and where its computing goes.
 
-A step is no faster than its operations at the processor's best rate, nor than its bytes at the memory's.
-Their ratio, the arithmetic intensity, tells which of the two limits it: a prompt uses every weight it reads
-for all its tokens, a decode step for one token of each sequence. Operations are exact counts, checked against
-PyTorch's; the ceilings are measured here, or given with --ceilings, and then the times are predictions.
+Idea: a step is no faster than its operations at the processor's best rate, nor than its bytes at the best of
+the memory's. Their ratio, the arithmetic intensity, tells which of the two limits it: a prompt uses every
+weight it reads for all its tokens, a decode step for one token of each sequence. Operations are exact counts,
+checked against PyTorch's; ceilings are measured here, or given with --ceilings: then times are predictions.
+
+A model, not a method: it tells what a technique can win. Fewer bytes (quantisation, a smaller cache) win
+where reading limits, fewer operations where computing does. It does not see what is neither: launches,
+Python, a product whose form its library does poorly; the share of the roof that is reached shows how much of
+that there is. In a layer a token's projections take 8 E^2 operations, its MLP 16 E^2, its attention 4 n E
+over n keys: as many as the rest from n = 6 E on. On a GPU the launches of a step's hundred kernels hide the
+roof.
 
 Run: python main_roofline.py            (--ceilings 500 4800 --dtype bfloat16 predicts for a GPU)
 
@@ -12,12 +19,15 @@ Pope et al., Efficiently Scaling Transformer Inference, 2022 (operations and byt
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptlite import FeedForward
+from inference_cost import limit_of, lower_bound_ms
 
 
 def intensity(cost):
@@ -47,11 +57,13 @@ def layer_parts(d_model, n_heads, n_tokens, device=None, dtype=None):
 
     Attention sees all n_tokens keys (no mask), so each does the operations that layer_flops counts.
     """
-    how = {"device": device, "dtype": dtype}
-    x = torch.randn(n_tokens, d_model, **how)  # [T, E]
-    q, k, v = torch.randn(3, 1, n_heads, n_tokens, d_model // n_heads, **how)  # [1, H, T, D]
-    projections = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4)).to(**how)
-    mlp = FeedForward(d_model, 0.0).to(**how)
+    x = torch.randn(n_tokens, d_model, device=device, dtype=dtype)  # [T, E]
+    shape = (3, 1, n_heads, n_tokens, d_model // n_heads)
+    q, k, v = torch.randn(shape, device=device, dtype=dtype)  # [1, H, T, D]
+    projections = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4)).to(device, dtype)
+    mlp = FeedForward(d_model, 0.0).to(device, dtype)
+    for module in (projections, mlp):
+        module.requires_grad_(False)
     return {
         "projections": lambda: [project(x) for project in projections],  # 4 times [T, E]
         "MLP": lambda: mlp(x),  # [T, E]
@@ -74,188 +86,102 @@ def crossover(sizes, falling_behind, overtaking):
     return sizes[0]
 
 
+def under_the_roof(cost, ms, ceilings):
+    """Where a step of this Cost(flops, n_bytes) that took ms stands under the roof."""
+    least = lower_bound_ms(cost, ceilings)
+    return {
+        "gflop": cost.flops / 1e9,
+        "n_mb": cost.n_bytes / 1e6,
+        "intensity": intensity(cost),
+        "least_ms": least,
+        "limit": limit_of(cost, ceilings),
+        "share": least / ms,  # of the roof's speed that is reached
+        "gflop_per_s": cost.flops / ms / 1e6,
+    }
+
+
+def counted_flops(function):
+    """Operations that PyTorch counts while function() runs, those of hidden scores among them."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
 if __name__ == "__main__":
-    from torch.utils.flop_counter import FlopCounterMode
-
-    import inference_report as rep
-    import inference_utils as utils
-    from data.shakespeare import get_shakespeare_data
-    from gptlite import get_gptlite_model_parameters
+    import inference_report as harness
+    import inference_words as words
     from gptlite_kvcache import GPTlite_StaticKVCache, StaticKVCache
-    from gptlite_kvcache import scaled_dot_product_attention_kv_cache as attend
+    from inference_utils import alternating_ms, n_parameters, parameters_of
 
-    parser = rep.options(__doc__, repeats=15)
-    parser.add_argument(
-        "--context", type=rep.positive_int, default=128, help="cached tokens in a decode step"
-    )
-    parser.add_argument(
-        "--ceilings", type=float, nargs=2, metavar=("TFLOPS", "GB/S"), help="predict for such a machine"
-    )
-    with rep.script(parser) as args:
-        p, dev, quick, context = get_gptlite_model_parameters(), args.device, args.quick, args.context
-        W, d = p.seqlen, p.d_model
-        if context >= W:
-            raise ValueError(f"--context {context}: at most {W - 1} tokens and a new one fit the model")
-        if args.ceilings and not all(0 < ceiling < math.inf for ceiling in args.ceilings):
-            raise ValueError("--ceilings: two numbers above 0, TFLOP/s and GB/s")
-        vocab_size, _, valid_data, _, _ = get_shakespeare_data(args.data)
-        model = utils.load_model(GPTlite_StaticKVCache, vocab_size, args.checkpoint).to(dev, args.dtype)
-        tokens = utils.sample_prompts(valid_data, 64, W).to(dev)  # [64, W]
-        args.repeats = min(args.repeats, 3) if quick else args.repeats
-        limits, repeats = rep.measure_ceilings(dev, args.dtype), args.repeats
-        described = rep.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
-        columns = {"gflop": ("GFLOP", "{:.3f}"), "n_mb": ("MB", "{:.1f}"), "intensity": ("FLOP/B", "{:.1f}")}
-        columns |= {"least_ms": ("least ms", "{:.2f}"), "limit": ("bound by", "{}")}
-        columns |= {"share": ("reached", "{:.0%}"), "gflop_per_s": ("GFLOP/s", "{:.0f}")}
-        columns |= {"predicted_ms": ("predicted ms", "{:.4f}")} if described else {}
-        ceilings = {"flops_per_s": limits.flops_per_s, "bytes_per_s": limits.bytes_per_s}
-        report = rep.Report(args, "roofline", model, columns, context=context, ceilings=ceilings)
-        points, exact = {}, []
+    prompts, batches, lengths = [1, 4, 16, 64, 256], [2**i for i in range(7)], [2**i for i in range(8, 17)]
+    quick = {"batches": [1, 8, 64], "prompts": [1, 64, 256], "max_tokens": 2048}
+    parser = harness.options(__doc__, repeats=9, quick=quick)
+    add, size, names = parser.add_argument, harness.positive_int, ("TFLOPS", "GB/S")
+    add("--context", type=size, default=128, help="cached tokens in a decode step")
+    add("--prompts", type=size, nargs="+", default=prompts, help="tokens of the prefills")
+    add("--batches", type=size, nargs="+", default=batches, help="sequences of the decode steps")
+    add("--max-tokens", type=int, choices=lengths[1:], default=16384, help="longest text of one layer")
+    add("--ceilings", type=harness.positive, nargs=2, metavar=names, help="predict for such a machine")
+    columns = {"gflop": ("GFLOP", "{:.3f}"), "n_mb": ("MB", "{:.1f}"), "intensity": ("FLOP/B", "{:.1f}")}
+    columns |= {"least_ms": ("least ms", "{:.2f}"), "limit": ("bound by", "{}"), "share": ("share", "{:.0%}")}
+    columns |= {"gflop_per_s": ("GFLOP/s", "{:.0f}"), "predicted_ms": ("predicted ms", "{:.4f}")}
+    with harness.script(parser) as args:
+        (model,), text = harness.load_models(args, GPTlite_StaticKVCache), harness.load_text(args)
+        (plain,) = harness.load_models(args, GPTlite_StaticKVCache, packed=False)  # PyTorch counts no other
+        p, T = parameters_of(model), model.seqlen
+        if max(args.context + 1, *args.prompts) > T:
+            raise ValueError(f"--context, --prompts: the model reads at most {T} tokens, a new one included")
+        report = harness.Report(args, "roofline", model, columns, context=args.context)
+        roof, tokens, costs, runs, rows = report.ceilings(), text.prompts(max(args.batches), T), {}, {}, {}
+        given = harness.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
+        batches, steps = sorted({1, *args.batches}), {f"prefill, {n} tokens": (1, n, 0) for n in args.prompts}
+        steps |= {f"decode, batch {B}": (B, 1, args.context) for B in batches}
+        for name, (B, n, past) in steps.items():
+            new, cache = tokens[:B, past : past + n], StaticKVCache(model, B)  # [B, n]
+            cache.advance(past)  # what these rows hold changes no time
 
-        @torch.no_grad()
-        def measure(name, B, n_new, n_past):
-            """Adds the row of a forward over n_new tokens of B sequences, behind n_past cached ones."""
-            cache = StaticKVCache(model, B)
-            if n_past:
-                model(tokens[:B, :n_past], cache)
-            new = tokens[:B, n_past : n_past + n_new]  # [B, n_new]
+            def step(model=model, new=new, cache=cache):
+                model(new, cache)[1].advance(-new.shape[1])
 
-            def forward():
-                model(new, cache)
-                cache.advance(-n_new)
-
-            ms, cost = (
-                utils.median_ms(forward, repeats, dev),
-                rep.forward_cost(p, vocab_size, B, n_new, n_past, args.dtype),
-            )
-            with FlopCounterMode(display=False) as counter:
-                forward()
-            # the causal mask hides scores that this attention computes nevertheless
-            hidden = B * n_new * (n_new - 1) // 2
-            exact.append(counter.get_total_flops() == cost.flops + 4 * p.n_layers * d * hidden)
-            computing, reading = cost.flops / limits.flops_per_s, cost.n_bytes / limits.bytes_per_s
-            least = rep.lower_bound_ms(cost, limits)
-            points[name] = {
-                "gflop": cost.flops / 1e9,
-                "n_mb": cost.n_bytes / 1e6,
-                "intensity": intensity(cost),
-            }
-            points[name] |= {"least_ms": least, "limit": "computing" if computing > reading else "reading"}
-            points[name] |= {"ms": ms, "share": least / ms, "gflop_per_s": cost.flops / ms / 1e6}
-            predicted = rep.lower_bound_ms(cost, described) if described else None
-            times = {"tpot_ms": ms} if n_past else {"ttft_ms": ms}
-            report.row(
-                name, baseline=not report.data["rows"], **times, predicted_ms=predicted, **points[name]
-            )
-
-        prompts, batches = (
-            ((1, 64, W), (1, 8, 64)) if quick else ((1, 4, 16, 64, W), (1, 2, 4, 8, 16, 32, 64))
-        )
-        for T in prompts:
-            measure(f"prefill, {T} tokens", 1, T, 0)
-        for B in batches:
-            measure(f"decode, batch {B}", B, 1, context)
-        report.check("the operations are those that PyTorch counts, to the last one", all(exact))
-        embeddings = model.token_embedding.weight.numel() + model.position_embedding.weight.numel()
-        n_weights = utils.n_parameters(model) - embeddings  # of the embeddings a step reads a row a token
-        weights = rep.forward_cost(p, vocab_size, 0, 0, 0, args.dtype).n_bytes
-        report.check("a step reads each weight once", weights == n_weights * args.dtype.itemsize)
-        cache = StaticKVCache(model, 1)
-        kv_bytes = utils.cache_bytes_per_token([cache.k, cache.v], W, 1)
-        report.check("a token's cache is 2 L d numbers", kv_bytes == 2 * p.n_layers * d * args.dtype.itemsize)
+            runs[name] = step
+            cost = costs[name] = harness.forward_cost(p, text.vocab_size, B, n, past, args.dtype)
+            hidden = 2 * p.n_layers * p.d_model * B * n * (n - 1)  # computed although the mask hides it
+            exact = counted_flops(partial(step, plain)) == cost.flops + hidden
+            report.check(f"{name}: the operations are those that PyTorch counts", exact)
+        for name, ms in alternating_ms(runs, args.repeats, args.device).items():
+            figures = under_the_roof(costs[name], ms, roof)
+            figures["predicted_ms"] = harness.lower_bound_ms(costs[name], given) if given else None
+            figures["ttft_ms" if steps[name][2] == 0 else "tpot_ms"] = ms
+            rows[name] = report.row(name, baseline=not rows, **figures)
+        weights = harness.forward_cost(p, text.vocab_size, 0, 0, 0, args.dtype).n_bytes
+        n_read = n_parameters(plain) - (text.vocab_size + T) * p.d_model  # of embeddings a row for each token
+        report.check("a step reads each weight once", weights == n_read * args.dtype.itemsize)
 
         # Where the computing goes, over the length of the text
-        sizes = [2**i for i in range(8, 13 if quick else 15)]
-        by_formula, by_time, rows = [], [], []
-        with torch.no_grad():
-            for n in sizes:
-                flops, parts = layer_flops(d, n), layer_parts(d, p.n_heads, n, dev, args.dtype)
-                ms = {part: utils.median_ms(parts[part], 1 if n > 4096 else 3, dev) for part in parts}
-                by_formula.append((flops["projections"] + flops["MLP"], flops["attention"]))
-                by_time.append((ms["projections"] + ms["MLP"], ms["attention"]))
-                row = {"tokens": n} | {f"{part} ms": ms[part] for part in parts}
-                row |= {"attention's share of the time": ms["attention"] / sum(ms.values())}
-                rows.append(row | {"of the operations": flops["attention"] / sum(flops.values())})
-        report.sweep("One layer with random weights; all tokens see all of them", rows)
-        formula, measured = (crossover(sizes, *zip(*pairs, strict=True)) for pairs in (by_formula, by_time))
-        report.check(f"by the formula attention overtakes at 6 d = {6 * d} tokens", round(formula) == 6 * d)
-        full = [
-            {"sequences": B, "KV MB": B * W * kv_bytes / 1e6, "weights MB": weights / 1e6}
-            | {"cache's share of a step's bytes": B * W * kv_bytes / (B * W * kv_bytes + weights)}
-            for B in batches
-        ]
-        report.sweep(f"Bytes of the cache and of the weights, for full contexts of {W}", full)
+        lengths = lengths[: lengths.index(args.max_tokens) + 1]
+        title = "One layer with random weights, all tokens see all of them: time (ms)"
+        make = partial(layer_parts, p.d_model, p.n_heads, device=args.device, dtype=args.dtype)
+        times = report.time_sweep(title, "tokens", lengths, make)
+        for row in times:
+            row["the rest"] = row["projections"] + row["MLP"]
+        by_time = crossover(lengths, *([row[key] for row in times] for key in ("the rest", "attention")))
+        both = [{"by": "operations", "tokens": 6 * p.d_model}, {"by": "the clock", "tokens": by_time}]
+        report.sweep("From how many tokens on attention takes more than the rest of a layer", both)
+        kv_mb = 2e-6 * p.n_layers * p.d_model * T * args.dtype.itemsize  # of a full context
+        shares = [{"sequences": B, "KV MB": B * kv_mb, "weights MB": weights / 1e6} for B in batches]
+        report.sweep(f"Bytes of a step with full contexts of {T}", shares)
 
-        ridge = limits.flops_per_s / limits.bytes_per_s
-        most, n_equal = batches[-1], weights / kv_bytes
-        one, many = points["decode, batch 1"], points[f"decode, batch {most}"]
-        longest = points[f"prefill, {W} tokens"]
-        report.why(
-            f"This machine computes {limits.flops_per_s / 1e9:.0f} GFLOP/s and reads "
-            f"{limits.bytes_per_s / 1e9:.0f} GB/s: below {ridge:.1f} operations a byte (the ridge) a step "
-            "waits for memory, above it for the processor."
-        )
-        report.why(
-            f"A prompt of {W} has {longest['intensity']:.0f}: each weight serves {W} tokens. A decode step "
-            f"of one sequence has {one['intensity']:.2f}, and computes {one['gflop_per_s']:.0f} GFLOP/s "
-            f"where the prompt does {longest['gflop_per_s']:.0f}. A batch shares the weights, but each "
-            f"sequence reads its own cache: {many['intensity']:.1f} for {most}, in "
-            f"{many['ms'] / one['ms']:.1f} times the time of one."
-        )
-        bound = [B for B in batches if points[f"decode, batch {B}"]["limit"] == "computing"]
-        knee = f"from a batch of {bound[0]} on" if bound else f"at no batch up to {most}"
-        cache = StaticKVCache(model, most)
-        k, v = cache.k[..., : context + 1, :], cache.v[..., : context + 1, :]  # [L, B, H, Sk, D]
-        q = torch.randn_like(k[:, ..., :1, :])  # [L, B, H, 1, D]
-        attention_ms = utils.median_ms(lambda: list(map(attend, q, k, v)), repeats, dev)
-        read_mb = most * (context + 1) * kv_bytes / 1e6
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-        inputs = {n: torch.randn(1, n, device=dev).to(args.dtype) for n in (d, 4 * d)}  # [1, E], [1, 4E]
-        with torch.no_grad():
-            run = lambda: [layer(inputs[layer.in_features]) for layer in layers]  # noqa: E731
-            products_ms = utils.median_ms(run, repeats, dev)
-        report.why(
-            f"By this bound decode is limited by computing {knee} (tried: {', '.join(map(str, batches))}). "
-            f"One sequence takes {one['ms']:.1f} ms where the bound is {one['least_ms']:.1f}: the products "
-            f"with the weights alone take {products_ms:.1f} ms, {weights / products_ms / 1e6:.0f} GB/s, the "
-            f"rest are about a hundred small operations. With {most} it is "
-            f"{many['ms'] - many['least_ms']:.1f} ms more than the bound: attention alone takes "
-            f"{attention_ms:.1f} ms for {read_mb:.0f} MB of cache, {read_mb / attention_ms:.0f} GB/s, as "
-            "a matrix times one query uses neither the products' rate nor, with textbook attention, the "
-            "memory's."
-        )
-        attends, others = (
-            flops * sizes[-1] / ms / 1e6
-            for flops, ms in zip(by_formula[-1][::-1], by_time[-1][::-1], strict=True)
-        )
-        seen = f"at about {measured:.0f} tokens" if measured else f"not up to {sizes[-1]}"
-        report.why(
-            "In a layer a token's projections take 8 d^2 operations, its MLP 16 d^2, its attention 4 n d: "
-            f"as many as the others at n = 6 d = {6 * d}. By the clock attention takes over {seen}, as it "
-            f"reaches {attends:.0f} GFLOP/s and the others {others:.0f} ({sizes[-1]} tokens). Within the "
-            f"context of {W} it is {rows[0]['of the operations']:.0%} of the operations, half as much behind "
-            "a causal mask."
-        )
-        report.why(
-            f"The cache of {n_equal:.0f} tokens, {n_equal / W:.1f} full contexts, has as many bytes as the "
-            "weights; beyond it a step reads more cache than weights, and larger batches save little."
-        )
-        if described:
-            report.why(
-                f"Predicted, not measured: the least times at {args.ceilings[0]:g} TFLOP/s and "
-                f"{args.ceilings[1]:g} GB/s. On a GPU the launches of a hundred kernels, about 0.7 ms, hide "
-                "them unless a CUDA graph replays the step."
-            )
-        if args.plot:
-            figure, axes = rep.new_figure()
-            spread = sorted([0.25, ridge, 500.0])
-            axes.plot(spread, [attainable(x, limits) / 1e9 for x in spread], "k-", label="roof (measured)")
-            for phase, marker in (("prefill", "o"), ("decode", "s")):
-                shown = [point for name, point in points.items() if name.startswith(phase)]
-                x, y = ([point[key] for point in shown] for key in ("intensity", "gflop_per_s"))
-                axes.plot(x, y, marker, label=phase)
-            axes.set(xlabel="operations per byte", ylabel="GFLOP/s", xscale="log", yscale="log")
-            axes.set_title(f"GPTlite on {report.data['config']['device_name']}")
-            axes.legend()
-            rep.save_figure(figure, args.plot)
+        first, last = "decode, batch 1", f"decode, batch {batches[-1]}"
+        ridge, reached = roof.flops_per_s / roof.bytes_per_s, rows[last]["intensity"]
+        told = f"it has {words.number(reached)} operations a byte, the ridge is {words.number(ridge)}."
+        above = f"The largest batch is limited by computing: {told}"
+        report.why(words.choose(reached / ridge, (1, above), f"The largest batch waits for reading: {told}"))
+        report.why(words.batching(rows[first], rows[last], batches[-1]))
+        report.why_step({name: costs[name] for name in (first, last)}, rows)
+        report.why(words.crossover(times, "tokens", "the rest", "attention"))
+        lines = {"roof": ((0.25, ridge, 500), [attainable(x, roof) / 1e9 for x in (0.25, ridge, 500)])}
+        for phase in ("prefill", "decode"):
+            points = [(r["intensity"], r["gflop_per_s"]) for n, r in rows.items() if n.startswith(phase)]
+            lines[phase] = tuple(zip(*points, strict=True))
+        report.plot_lines(lines, "operations per byte", "GFLOP/s", "GPTlite under the roof", "xy")
         report.finish()

@@ -337,6 +337,31 @@ def test_masks_of_the_module():
         assert_close(fused(x, mask), plain(x, mask))
 
 
+@pytest.mark.parametrize("mha_class", [MultiHeadAttention, MultiHeadAttention_SDPA])
+def test_queries_without_keys_in_the_module(mha_class):
+    """Zeros from the attention, so the projection's bias alone, and finite gradients everywhere."""
+    mha = tiny_model(GPTlite).blocks[0].mha
+    mha.__class__ = mha_class
+    x = draw((2, 5, 32), requires_grad=True)[0]
+    out = mha(x, partly_visible(5, 5))
+    assert_close(out[:, 1], mha.out_proj.bias.expand(2, 32))
+    out.square().sum().backward()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in mha.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mha_class", [MultiHeadAttention, MultiHeadAttention_SDPA])
+def test_the_module_with_scores_larger_than_16_bits_hold(mha_class, dtype):
+    mha = MultiHeadAttention(64, 1, 64, 0.0)
+    mha.__class__ = mha_class
+    for projection in (mha.query_proj, mha.key_proj, mha.value_proj, mha.out_proj):
+        torch.nn.init.eye_(projection.weight)
+        torch.nn.init.zeros_(projection.bias)
+    x = torch.full((1, 3, 64), 40.0)
+    for mask in (True, False, causal(3, 3)):
+        assert_close(mha.to(dtype)(x.to(dtype), mask), x.to(dtype))
+
+
 def test_use_sdpa_keeps_the_weights():
     model = tiny_model(GPTlite)
     parameters = [p.data_ptr() for p in model.parameters()]
