@@ -99,12 +99,14 @@ def make_students(names, vocab_size, p, seed, device):
     return students
 
 
-def train_students(students, alphas, teacher, windows, settings, *run):
+def train_students(
+    students, alphas, teacher, windows, settings, valid_data, n_windows, path=None, resume=False
+):
     """Trains students side by side: on the text, on soft labels that the teacher gives once, or on both.
 
     Args: students, alphas: a model and its weight of the text for each name; windows: token ids [N, T+1];
         settings: steps, batch_size, seqlen, lr, seed, temperature, and what else tells this run from others;
-        run: the further arguments of train_side_by_side. Returns: as train_side_by_side does.
+        the others: as in train_side_by_side. Returns: as train_side_by_side does.
     """
     device, temperature = next(teacher.parameters()).device, settings["temperature"]
 
@@ -121,7 +123,7 @@ def train_students(students, alphas, teacher, windows, settings, *run):
         _, targets, labels = batch  # [B, T], [B, T, V]
         return student_loss(logits, targets, labels, temperature, alphas[name])
 
-    return train_side_by_side(students, batch_of, loss_of, settings, *run)
+    return train_side_by_side(students, batch_of, loss_of, settings, valid_data, n_windows, path, resume)
 
 
 @torch.no_grad()
@@ -184,8 +186,8 @@ if __name__ == "__main__":
         students = make_students(alphas, V, p, args.seed, dev)
         settings = training.settings_of(args, text, p, "steps", "temperature", "alpha", "seed")
         settings["teacher_sha256"] = harness.sha256_of(args.checkpoint)
-        run = (text.valid, args.n_windows, output.with_suffix(".state"), args.resume)
-        curves, facts = train_students(students, alphas, teacher, windows, settings, *run)
+        trained = (students, alphas, teacher, windows, settings, text.valid, args.n_windows)
+        curves, facts = train_students(*trained, output.with_suffix(".state"), args.resume)
         for name, student in students.items():
             models[name] = harness.build(args, training.weights_of(student), GPTlite_KVCache)
         methods = []
@@ -220,5 +222,5 @@ if __name__ == "__main__":
         costs = {n: harness.step_cost(models[n], args.prompt_len) for n in ("teacher", "soft labels")}
         report.why_step(costs, rows)
         lines = {name: tuple(zip(*curve, strict=True))[::2] for name, curve in curves.items()}
-        report.plot_lines(lines, "training step", "validation loss (nats)", "Students")
+        report.plot_lines(lines, "training step", "validation loss (nats)", "Students that start alike")
         report.finish()
