@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inference_utils as utils
+import inference_words as words
 import main_flash_attention
 from gptlite import GPTlite, MultiHeadAttention, scaled_dot_product_attention
 from gptlite_kvcache import GPTlite_KVCache
@@ -387,6 +388,17 @@ def test_cuda(dtype):
 
 
 # The script
+
+
+def test_what_attention_can_gain_is_told_by_its_share():
+    small = words.part("Attention", 2.0, 10.0, "TTFT")
+    large = words.part("Attention", 8.0, 10.0, "TTFT")
+    assert "smaller part of the TTFT, 20%" in small and "1.25 times as fast, no more" in small
+    assert "most of the TTFT, 80%" in large and "5.00 times" in large
+    assert "not measured" in words.part("Attention", None, 10.0, "TTFT")
+    assert words.about("one head", small).startswith("One head: Attention takes")
+    with pytest.raises(TypeError):
+        words.about("one head", "a sentence that no figure chose")
 
 
 def test_script(tmp_path):

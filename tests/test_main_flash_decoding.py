@@ -98,6 +98,28 @@ def test_the_unsplit_form_is_one_piece_of_work_a_head(monkeypatch):
     assert shapes == [((6, 1, 1, 4), (6, 1, 32, 4)), ((6, 4, 1, 4), (6, 4, 8, 4))]
 
 
+def test_the_kernel_of_cuda_is_asked_for_the_log_sum_exp(monkeypatch):
+    """With a stand-in, which pads the queries to 32 as the kernel does; other types and sizes go without."""
+
+    class OnCuda(torch.Tensor):
+        device = property(lambda self: torch.device("cuda"))
+
+    calls = []
+
+    def kernel(q, K, V, bias, compute_log_sumexp):
+        assert q.is_contiguous() and bias is None and compute_log_sumexp is True
+        calls.append(q.dtype)
+        out, lse = partial_attention(q, K, V)
+        return out, F.pad(lse, (0, 31), value=math.inf), None, None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", kernel)
+    for dtype, D in ((torch.float32, 8), (torch.bfloat16, 16), (torch.float64, 8), (torch.float32, 5)):
+        q, K, V = (t.as_subclass(OnCuda) for t in draw(2, 3, 13, D, dtype=dtype))
+        out, lse = fused_partial_attention(q, K, V)
+        assert_close((out, lse), partial_attention(q, K, V))
+    assert calls == [torch.float32, torch.bfloat16]
+
+
 @given(st.sampled_from([1, 3]), st.integers(0, 9), st.integers(1, 9), st.integers(0, 99))
 def test_the_fused_twin_equals_the_definition(B, S, D, seed):
     q, K, V = draw(B, 2, S, D, seed)
