@@ -19,6 +19,7 @@ import torch
 from gptlite_paged import BlockPool, Sequence
 from inference_utils import (
     TOLERANCE,
+    TimedMethod,
     alternating_ms,
     cache_tensors,
     check_room,
@@ -27,7 +28,6 @@ from inference_utils import (
     percentile,
     served_as_alone,
 )
-from inference_utils import Method as TimedMethod
 
 COLUMNS = {  # of a report, for what slots do
     "n_steps": ("steps", "{}"),

@@ -47,6 +47,7 @@ from inference_plot import draw_lines, draw_points, new_figure, save_figure
 from inference_utils import (
     ROOT,
     TOLERANCE,
+    TimedMethod,
     alternating_ms,
     cache_tensors,
     check_room,
@@ -65,7 +66,6 @@ from inference_utils import (
     window_losses,
     write_atomically,
 )
-from inference_utils import Method as TimedMethod
 from linear_packed import pack_linears
 
 # ---- Loading ----
@@ -442,46 +442,6 @@ class Report:
             row["speedup_is_noise"] = row is not nearest and words.overlap(row, nearest, "tokens_per_s")
         self.data["rows"].append(row)
         return row
-
-    def method_rows(self, methods, results, prompt, logits, suffix="", figures=None):
-        """A row and a check for each of several methods that must generate the same tokens.
-
-        Args: methods, results: what measure() took and gave, the baseline first; outputs are prompt and
-            generated tokens [B, T + n]; prompt [B, T]; logits [B, n, V]: those that chose the baseline's
-            tokens, as far as equality is promised: where that is not the end, the names of the checks
-            say so and the output is called approximate; suffix: added to the names; figures: {method:
-            {key: figure}} that come from elsewhere. Two best logits that rounding may swap are a tie;
-            behind one each token must be what the baseline's model would choose after these very tokens.
-        """
-        prompt_len, baseline = prompt.shape[1], methods[0]
-        n_generated = results[baseline.name].output.shape[1] - prompt_len
-        n = min(logits.shape[1], n_generated)  # tokens that are compared
-        compared = "same tokens" if n == n_generated else f"same first {n} of {n_generated} tokens"
-        margin = max(1e-3, 2 * TOLERANCE[logits.dtype])  # closer logits are a tie to this type
-        reference = results[baseline.name].output[:, prompt_len : prompt_len + n]  # [B, n]
-        for method in methods:
-            output = results[method.name].output[:, : prompt_len + n]  # [B, T + n]
-            generated = output[:, prompt_len:]  # [B, n]
-            first = first_difference(generated, reference, logits[:, :n], margin)
-            if first is None:
-                same = (generated == reference).cumprod(dim=1).sum(dim=1)  # [B]: tokens before the tie
-                if (same + 1 < n).any():
-                    first = first_wrong_choice(baseline.models[0], output, same + 1, prompt_len, margin)
-            same_output = first is None
-            if same_output and n < n_generated and method is not baseline:
-                same_output = "approximate"
-            self.row(
-                method.name + suffix,
-                results[method.name],
-                baseline=method is baseline,
-                peak_memory_mb=peak_memory_mb(method.run, *method.models, inputs=[prompt, *method.buffers]),
-                n_parameters=n_parameters(method.models[0]),
-                same_output=same_output,
-                first_difference=first,
-                **(figures or {}).get(method.name, {}),
-            )
-            if method is not baseline:
-                self.check(f"{method.name}{suffix}: {compared} as {baseline.name}", first is None)
 
     def sweep(self, title, rows):
         """A further table: rows are dictionaries with the same keys, the headings. Returns them."""

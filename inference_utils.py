@@ -303,7 +303,7 @@ def percentile(values, percent):
 
 # run(): what is timed; models: those whose forward calls are the steps; buffers: tensors that run() uses
 # and that are there before it, which belong to its peak memory
-Method = namedtuple("Method", "name run models buffers", defaults=[()])
+TimedMethod = namedtuple("TimedMethod", "name run models buffers", defaults=[()])
 # what measure() returns for a method
 Measurement = namedtuple(
     "Measurement",
@@ -316,7 +316,7 @@ Measurement = namedtuple(
 def measure(methods, n_generated, repeats=5, n_prefill_steps=1):
     """Times methods in alternation, after one warm-up each.
 
-    Args: methods: list of Method; n_generated: tokens a user receives from one run, all sequences;
+    Args: methods: list of TimedMethod; n_generated: tokens a user receives from one run, all sequences;
         repeats: timed runs of each; n_prefill_steps: forwards up to and with the first token.
     Returns: {name: Measurement}: medians over the repeats (the 99th percentile over all steps of all runs),
         the output of the last run, spreads as (lowest, highest) of the runs, steps_ms, the median over the

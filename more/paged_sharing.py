@@ -199,7 +199,7 @@ if __name__ == "__main__":
         ways["samples in blocks"] = partial(in_blocks, samples), paged
         double = [model.cpu().double() for model in harness.load_models(args, *classes, packed=False)]
         exact = {name: way(double[m is paged]) for name, (way, m) in ways.items()}
-        runs = {name: utils.Method(name, partial(way, m), [m]) for name, (way, m) in ways.items()}
+        runs = {name: utils.TimedMethod(name, partial(way, m), [m]) for name, (way, m) in ways.items()}
         results, rows = utils.measure(list(runs.values()), k * n, args.repeats), {}
         for one, other in (("beams in rows", "beams in blocks"), ("samples apart", "samples in blocks")):
             (ids, scores, _), (same_ids, same_scores, _) = exact[one], exact[other]

@@ -79,13 +79,17 @@ def assert_close(actual, expected, dtype_tolerance=None):
         for one, other in zip(actual, expected, strict=True):
             assert_close(one, other, dtype_tolerance)
         return
-    actual, expected = torch.as_tensor(actual).detach().cpu(), torch.as_tensor(expected).detach().cpu()
+    types = [torch.as_tensor(side).dtype for side in (actual, expected)]
+    actual, expected = (
+        torch.as_tensor(side, dtype=torch.float64 if isinstance(side, float) else None).detach().cpu()
+        for side in (actual, expected)
+    )
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     assert not actual.isnan().any(), f"{int(actual.isnan().sum())} NaN of {actual.numel()}"
     assert not expected.isnan().any(), f"{int(expected.isnan().sum())} NaN expected: the reference is wrong"
     tolerance = dtype_tolerance
     if tolerance is None:
-        tolerance = max(TOLERANCE.get(t.dtype, 0.0) for t in (actual, expected))
+        tolerance = max(TOLERANCE.get(dtype, 0.0) for dtype in types)
     a, e = actual.double(), expected.double()
     difference = torch.where(a == e, 0.0, (a - e).abs())  # equal infinities differ by nothing
     allowed = tolerance * (1 + e.abs().nan_to_num(posinf=0.0))
@@ -124,9 +128,12 @@ class RecordingModel:
 
 ROW_KEYS = (
     "method baseline ttft_ms tpot_ms tpot_p99_ms tokens_per_s peak_memory_mb kv_bytes_per_token "
-    "forward_tokens valid_loss n_parameters same_output"
+    "forward_tokens valid_loss n_parameters same_output loss_difference loss_difference_se"
 ).split()
-CONFIG_KEYS = ("device device_name threads dtype seed repeats quick n_parameters checkpoint versions").split()
+CONFIG_KEYS = (
+    "device device_name threads dtype seed repeats quick n_windows n_parameters checkpoint weights_sha256 "
+    "options versions"
+).split()
 
 
 def check_schema(report, script):
@@ -138,11 +145,11 @@ def check_schema(report, script):
     for row in report["rows"]:
         assert set(row) >= {*ROW_KEYS} and isinstance(row["baseline"], bool) and row["method"]
         assert row["same_output"] in (True, False, None)
-        for key in ROW_KEYS[2:-1]:
+        for key in ROW_KEYS[2 : ROW_KEYS.index("same_output")]:
             assert row[key] is None or (isinstance(row[key], int | float) and row[key] >= 0), (key, row)
     assert all(isinstance(passed, bool) for passed in report["checks"].values())
     assert report["checks"], "a report says what was verified"
-    assert report["why"] and all(len(line) > 20 for line in report["why"]), "a report explains"
+    assert 1 <= len(report["why"]) <= 4 and all(len(line) > 20 for line in report["why"]), "a report explains"
 
 
 def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):

@@ -119,7 +119,7 @@ def test_measure_with_events(gpu, on_cuda):
         for n_tokens in (6, 1):
             model(random_tokens(1, n_tokens))
 
-    result = utils.measure([utils.Method("a", run, [model])], n_generated=2, repeats=3)["a"]
+    result = utils.measure([utils.TimedMethod("a", run, [model])], n_generated=2, repeats=3)["a"]
     assert result.ttft_ms == pytest.approx(20, abs=0.1) and result.tpot_ms == pytest.approx(2, abs=0.1)
     assert result.tokens_per_s == pytest.approx(2000 / 22, rel=0.01)
 

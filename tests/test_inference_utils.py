@@ -566,8 +566,8 @@ def test_measure_alternates_and_warms_up(now):
         return f"{name}{len(order)}"
 
     methods = [
-        utils.Method("a", lambda: run("a", a), [a]),
-        utils.Method("b", lambda: run("b", b), [b]),
+        utils.TimedMethod("a", lambda: run("a", a), [a]),
+        utils.TimedMethod("b", lambda: run("b", b), [b]),
     ]
     results = utils.measure(methods, n_generated=6, repeats=3)
     assert order == ["a", "b"] * 4
@@ -584,7 +584,7 @@ def test_measure_alternates_and_warms_up(now):
 
 
 def test_measure_refuses_two_methods_of_one_name():
-    methods = [utils.Method("a", lambda: None, [nn.Linear(1, 1)])] * 2
+    methods = [utils.TimedMethod("a", lambda: None, [nn.Linear(1, 1)])] * 2
     with pytest.raises(ValueError, match="two methods have one name"):
         utils.measure(methods, 1)
 
@@ -592,8 +592,8 @@ def test_measure_refuses_two_methods_of_one_name():
 def test_measure_of_one_token_and_of_two_prefill_steps(now):
     a, b = FakeModel(now, [7] * 3), FakeModel(now, [1, 2, 3, 1, 2, 3])
     methods = [
-        utils.Method("a", lambda: a(random_tokens(1, 3)), [a]),
-        utils.Method("b", lambda: [b(random_tokens(1, 1)) for _ in range(3)], [b]),
+        utils.TimedMethod("a", lambda: a(random_tokens(1, 3)), [a]),
+        utils.TimedMethod("b", lambda: [b(random_tokens(1, 1)) for _ in range(3)], [b]),
     ]
     one = utils.measure(methods[:1], 1, repeats=2)["a"]
     assert one.ttft_ms == pytest.approx(7) and one.tpot_ms is None and one.tpot_p99_ms is None

@@ -41,6 +41,7 @@ CEILINGS = Ceilings(1e9, 1e9)
 SLOW = row("slow", tpot_ms=4.0)
 # {function: [arguments of one outcome, of another, ...]}: no two of them may give the same words
 OUTCOMES = {
+    "about": [("decoding", words.choose(x, (1, "It is faster."), "It is slower.")) for x in (1, 0)],
     "choose": [(x, (1.05, "faster"), (0.95, "equal"), "slower") for x in (2.0, 1.0, 0.5)],
     "compare": [
         (row(tpot_ms=2.0), SLOW),
@@ -143,6 +144,11 @@ def test_choose_refuses_what_no_figure_chooses():
             words.choose(1.0, *cases)
     with pytest.raises(ValueError, match="limits .* rise"):
         words.choose(1.0, (1, "more"), (2, "much"), "less")
+
+
+def test_a_label_does_not_make_a_reason():
+    with pytest.raises(TypeError, match="only a reason gets a label"):
+        words.about("decoding", "It is faster.")
 
 
 # compare
