@@ -18,7 +18,6 @@ import torch
 
 from gptlite_paged import BlockPool, Sequence
 from inference_utils import (
-    TOLERANCE,
     TimedMethod,
     alternating_ms,
     cache_tensors,
@@ -27,6 +26,7 @@ from inference_utils import (
     peak_memory_mb,
     percentile,
     served_as_alone,
+    tie_margin,
 )
 
 COLUMNS = {  # of a report, for what slots do
@@ -125,7 +125,7 @@ Way = namedtuple("Way", "name serve model n_slots refill buffers", defaults=[Tru
 
 def check_served(report, name, model, outputs, requests):
     """Adds a check that each request got the tokens that it gets alone; two logits that tie may swap."""
-    margin = max(1e-3, 2 * TOLERANCE[report.args.dtype])
+    margin = tie_margin(report.args.dtype)
     same = served_as_alone(model, outputs, requests, margin)
     return report.check(f"{name}: each request gets the tokens it gets alone", same)
 

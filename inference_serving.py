@@ -15,7 +15,7 @@ from gptlite_paged import Sequence
 from inference_clock import ServingClock, clock_figures, measure_serving, pool_usage, usage_figures
 from inference_cost import forward_cost, lower_bound_ms
 from inference_scheduling import LongestFirstScheduler, PagedScheduler, SlotScheduler, refusals, serve  # noqa: F401
-from inference_utils import TOLERANCE, parameters_of, peak_memory_mb, sample_prompts, served_as_alone
+from inference_utils import parameters_of, peak_memory_mb, sample_prompts, served_as_alone, tie_margin
 
 COLUMNS = {  # of a report; hit, miss: from admission to first token
     "hit_ms": ("hit ms", "{:.1f}"),
@@ -39,7 +39,7 @@ def serve_queue(report, plain, makers, requests):
         peaks[name] = peak_memory_mb(lambda make=make: run(make()), make().model)
     served = measure_serving(makers, run, report.args.repeats, pool_usage)
     for name, (scheduler, outputs, clocks) in served.items():
-        same = served_as_alone(plain, outputs, requests, max(1e-3, 2 * TOLERANCE[report.args.dtype]))
+        same = served_as_alone(plain, outputs, requests, tie_margin(report.args.dtype))
         report.check(f"{name}: each request gets the tokens it gets alone", same)
         figures = clock_figures(clocks) | {"same_output": same, "peak_memory_mb": peaks[name]}
         if hasattr(scheduler, "pool"):
@@ -82,7 +82,7 @@ def each_as_alone(model, sequences, dtype):
     """served_as_alone for sequences. model: GPTlite, without any cache; dtype: whose rounding is a tie."""
     texts = [torch.tensor(sequence.ids, device=model.fc_out.weight.device) for sequence in sequences]
     requests = [(t[: s.n_prompt], len(t) - s.n_prompt) for t, s in zip(texts, sequences, strict=True)]
-    return served_as_alone(model, texts, requests, max(1e-3, 2 * TOLERANCE[dtype]))
+    return served_as_alone(model, texts, requests, tie_margin(dtype))
 
 
 def all_free(pool):

@@ -178,7 +178,7 @@ if __name__ == "__main__":
         memory = {name: utils.peak_memory_mb(lambda n=name: list(serve(n)), model) for name in ways}
         makers = {name: partial(serve, name) for name in ways}
         measured = measure_calls(makers, n_asked, args.repeats, partial(utils.StepClock, model))
-        rows, margin = {}, max(1e-3, 2 * utils.TOLERANCE[args.dtype])  # closer logits are a tie
+        rows, margin = {}, utils.tie_margin(args.dtype)  # closer logits are a tie
         for name, (turns, runs) in measured.items():
             requests = [(prompt[0], n_new) for *_, prompt in turns]
             n_prompt, n_hits = sum(len(prompt) for prompt, _ in requests), sum(n for _, n, _ in turns)
