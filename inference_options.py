@@ -140,8 +140,9 @@ def given_options(parser, argv=None):
     try:
         parser._defaults = {}
         for action in parser._actions:
-            action.default = argparse.SUPPRESS
-        return vars(parser.parse_args(argv))
+            # the default of a positional argument is converted like a given one: None stays what it is
+            action.default = argparse.SUPPRESS if action.option_strings else None
+        return {key: value for key, value in vars(parser.parse_args(argv)).items() if value not in (None, [])}
     finally:
         parser._defaults = defaults[0]
         for action, default in zip(parser._actions, defaults[1], strict=True):

@@ -261,6 +261,14 @@ def test_given_are_the_options_of_the_command_line():
     assert parser.get_default("widths") == [8, 4] and parser.parse_args([]).repeats == 3
 
 
+@pytest.mark.parametrize("kind", [Path, int, str])
+def test_a_positional_argument_that_is_absent_is_not_given(kind):
+    parser = tiny_parser()
+    parser.add_argument("folder", nargs="?", type=kind, help="folder")
+    assert options.parse(parser, []).given == {} and options.parse(parser, []).folder is None
+    assert options.parse(parser, ["7"]).given == {"folder": kind("7")}
+
+
 def test_quick_defaults():
     quick = {"n_tokens": 8, "n_steps": 2}
     args, _ = parsed("--quick", quick=quick)
