@@ -8,7 +8,10 @@ import math
 
 
 class Reason(str):
-    """A sentence whose words were chosen by figures of this run."""
+    """A sentence whose words were chosen by figures of this run; it begins with a capital letter."""
+
+    def __new__(cls, text):
+        return super().__new__(cls, text[:1].upper() + text[1:])
 
     def __add__(self, other):
         """Two reasons side by side are one."""
@@ -79,11 +82,11 @@ def compare(row, other, key="tpot_ms"):
     numbers = f"({number(a)} against {number(b)}{runs})"
     if a == b or overlap(row, other, key):
         return Reason(f"{name} of {one} equals that of {two} within the spread of the runs {numbers}.")
-    factor = f"{max(a, b) / min(a, b):.2f} times" if min(a, b) > 0 else "infinitely"
     word = "lower" if a < b else "higher"
+    factor = f"{max(a, b) / min(a, b):.2f} times {word}" if min(a, b) > 0 else word
     loses = key in LOWER_IS_BETTER and a > b or key in HIGHER_IS_BETTER and a < b
     judged = ": it loses here" if loses else ""
-    return Reason(f"{name} of {one} is {factor} {word} than that of {two} {numbers}{judged}.")
+    return Reason(f"{name} of {one} is {factor} than that of {two} {numbers}{judged}.")
 
 
 def number(value):
@@ -142,7 +145,7 @@ def crossover(rows, size, one, other):
         )
     if len(wins) == len(ratios):
         return Reason(
-            f"{one} is faster than {other} at every {size} from {first} to {last}: "
+            f"{one} is faster than {other} for all {size} from {first} to {last}: "
             f"{min(r for _, r in ratios):.2f} to {best:.2f} times."
         )
     tail = [n for n, _ in ratios][-len(wins) :]

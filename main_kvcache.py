@@ -5,9 +5,10 @@ do not depend on later tokens, so a step can keep them and run the model over th
 dynamic cache that grows by concatenation, and a static one that is preallocated and written in place.
 
 Exact while the text fits the context of 256 tokens (past it: more/kvcache_past_window.py). Wins from the
-first steps on, and more the longer the text is, since a step without a cache grows with it; loses memory, 2
-L H D numbers a token of every sequence, which a large batch feels before the time does. Compiled and recorded
-steps: more/kvcache_compiled.py.
+second token on: the prompt must be computed either way, a step without a cache grows with the text, one with
+it hardly does. Loses memory: for each token of each sequence a key and a value of d_model numbers in every
+layer. Concatenation holds all of that twice for a moment, preallocation a whole window from the start.
+Compiled and recorded steps: more/kvcache_compiled.py, more/kvcache_graph.py.
 
 Run: python main_kvcache.py            (--prompt "ROMEO:" shows text, --peers adds transformers' generate)
 
@@ -51,8 +52,10 @@ def generate(model, prompt, n_tokens, seqlen):
 def generate_kvcache(model, prompt, n_tokens, seqlen, kv_cache=None):
     """Greedy decoding with a KV cache: the prompt once, then one token a step.
 
-    Args: model: (token ids, cache) -> (logits, cache); prompt: token ids [B, T], cut to the last seqlen;
-        kv_cache: cache of the tokens in front of the prompt (a shared prefix), not modified.
+    Args: model: (token ids, cache, max_seqlen=) -> (logits, cache), in evaluation mode; prompt: token ids
+        [B, T], cut to the last seqlen; seqlen: the model's context; kv_cache: cache of the tokens in front of
+        the prompt (a shared prefix, of as many sequences), a list of (keys, values) [B, H, S, D] of each
+        layer, not modified.
     Returns: prompt and generated tokens, [B, T + n_tokens]. Raises ValueError as generate does. Past seqlen
         every further token gets the last position: a rule, no longer what generate computes.
     """
@@ -92,7 +95,7 @@ if __name__ == "__main__":
     from inference_utils import cached_logits, parameters_of
     from linear_packed import pack_linears
 
-    sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 192}
+    sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 128}
     parser = harness.options(__doc__, repeats=3, quick={"n_tokens": 8, "batch_size": 2}, **sizes)
     parser.add_argument("--prompt", metavar="TEXT", help="generate from this text and print what comes")
     parser.add_argument("--peers", action="store_true", help="add rows of transformers' generate")
@@ -111,12 +114,12 @@ if __name__ == "__main__":
                 raise ValueError(f"--peers: OPT ends at the context, so --n-tokens {W + 1 - T} at most")
             opt = pack_linears(opt_from_gptlite(harness.load_models(args, GPTlite, packed=False)[0]))
             peers = [Method("transformers", generate_opt, opt, None, loss=False)]
-        report = harness.Report(args, "KV cache", plain, text=text, prompt_len=T)
+        report = harness.Report(args, "KV cache", plain, hide=["n_parameters"], text=text, prompt_len=T)
         tables = {}
         for B in sorted({1, len(prompts)}):
             tables[B] = report.compare(
                 prompts[:B],
-                n_new if B == 1 else min(n_new, 32),  # the baseline's work grows with B
+                n_new,
                 Method("no cache", generate, plain),
                 Method("dynamic", generate_kvcache, cached),
                 Method("static", generate_static, static, StaticKVCache(static, B)),

@@ -172,7 +172,8 @@ if __name__ == "__main__":
             raise ValueError("--prompt-len and --n-tokens: 257 tokens at most, the last of which is not read")
         cached, static = harness.load_models(args, GPTlite_KVCache, GPTlite_StaticKVCache)
         (ordinary,) = harness.load_models(args, GPTlite_StaticKVCache, packed=False)
-        report = harness.Report(args, "compiled decode steps", static, columns, ("forward_tokens",), text)
+        hide = ("forward_tokens", "n_parameters")
+        report = harness.Report(args, "compiled decode steps", static, columns, hide, text)
         whole_mb = weight_bytes(static) / 1e6
         backend = "aot_eager" if args.quick else "inductor"  # compiling alone takes longer than a quick run
 

@@ -22,6 +22,16 @@ def times(report, one, other, key="tpot_ms"):
     return a / b if key == "tokens_per_s" else b / a
 
 
+def at(rows, key, value):
+    """The row of a further table where a column has this value, else the last."""
+    return next((line for line in rows if line[key] == value), rows[-1])
+
+
+def faster(line, one, other):
+    """How many times as fast `one` is as `other`, in a line of times."""
+    return line[other] / line[one]
+
+
 def cells(entry, reports):
     """(gain, cost) of an entry from its report, "-" where there is none yet."""
     report = reports.get(entry["script"].rpartition("/")[2].removesuffix(".py").removeprefix("main_"))
@@ -35,9 +45,28 @@ def cells(entry, reports):
 
 TABLE = [
     {
+        "technique": "roofline",
+        "script": "main_roofline.py",
+        "deeper": [],
+        "exact": "a model",
+        "training": "no",
+        "reduces": "nothing: it tells what limits a step",
+        "gain": lambda r: "one sequence: {intensity:.1f} operations a byte, {share:.0%} of the roof".format(
+            **row(r, "decode, batch 1")
+        ),
+        "cost": lambda r: "{method}: {intensity:.0f} operations a byte, {share:.0%} of the roof".format(
+            **[line for line in r["rows"] if line["method"].startswith("prefill")][-1]
+        ),
+    },
+    {
         "technique": "KV cache",
         "script": "main_kvcache.py",
-        "deeper": ["more/kvcache_compiled.py", "more/kvcache_graph.py", "more/kvcache_past_window.py"],
+        "deeper": [
+            "more/kvcache_compiled.py",
+            "more/kvcache_graph.py",
+            "more/kvcache_past_window.py",
+            "more/linear_packed_study.py",
+        ],
         "exact": "exact",
         "training": "no",
         "reduces": "work of a step",
@@ -45,6 +74,253 @@ TABLE = [
             f"TPOT {times(r, 'dynamic, batch 1', 'no cache, batch 1'):.1f} times lower, "
             f"batch 8 {times(r, 'dynamic, batch 8', 'no cache, batch 8'):.1f}"
         ),
-        "cost": lambda r: f"{row(r, 'dynamic')['kv_bytes_per_token']:,.0f} bytes a token of every sequence",
+        "cost": lambda r: (
+            f"{row(r, 'dynamic')['kv_bytes_per_token']:,.0f} bytes a token of every sequence; "
+            f"TTFT {1 / times(r, 'dynamic, batch 1', 'no cache, batch 1', 'ttft_ms'):.2f} of no cache's"
+        ),
+    },
+    {
+        "technique": "prefix cache",
+        "script": "main_prefix_cache.py",
+        "deeper": ["more/prefix_cache_chat.py"],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "time to the first token",
+        "gain": lambda r: (
+            f"TTFT {times(r, 'prefix cache, batch 1', 'no reuse, batch 1', 'ttft_ms'):.1f} times lower, "
+            f"batch 8 {times(r, 'prefix cache, batch 8', 'no reuse, batch 8', 'ttft_ms'):.1f} "
+            f"({row(r, 'prefix cache, batch 1')['hit_share']:.0%} shared)"
+        ),
+        "cost": lambda r: (
+            f"{row(r, 'prefix cache, batch 1')['stored_mb']:.1f} MB stored; "
+            f"TPOT {1 / times(r, 'prefix cache, batch 1', 'no reuse, batch 1'):.2f} of no reuse's"
+        ),
+    },
+    {
+        "technique": "semantic cache",
+        "script": "main_semantic_cache.py",
+        "deeper": [
+            "more/semantic_threshold.py",
+            "more/semantic_confirmation.py",
+            "more/semantic_production.py",
+        ],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "calls of the model",
+        "gain": lambda r: (
+            f"{row(r, 'semantic')['hit_rate']:.0%} hits (exact match "
+            f"{row(r, 'exact match')['hit_rate']:.0%}), recall {row(r, 'semantic')['recall']:.0%}"
+        ),
+        "cost": lambda r: (
+            f"{row(r, 'semantic')['wrong_per_thousand']:.0f} of 1000 answers wrong; "
+            f"{row(r, 'semantic')['hit_p50_ms']:.1f} ms a hit"
+        ),
+    },
+    {
+        "technique": "static batching",
+        "script": "main_static_batching.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "steps: requests share them",
+        "gain": lambda r: (
+            f"{times(r, 'batch 8', 'one at a time', 'tokens_per_s'):.2f} times the tokens/s of one at a time"
+        ),
+        "cost": lambda r: f"{1 - row(r, 'batch 8')['slot_utilisation']:.0%} of the slots' work is for nobody",
+    },
+    {
+        "technique": "continuous batching",
+        "script": "main_continuous_batching.py",
+        "deeper": ["more/serving.py"],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "idle slots, time in the queue",
+        "gain": lambda r: (
+            f"{times(r, 'continuous, KV', 'static, KV', 'tokens_per_s'):.2f} times static's tokens/s, "
+            f"TTFT {times(r, 'continuous, KV', 'static, KV', 'ttft_ms'):.2f} times lower"
+        ),
+        "cost": lambda r: (
+            f"TPOT {row(r, 'continuous, KV')['tpot_ms']:.1f} ms (static "
+            f"{row(r, 'static, KV')['tpot_ms']:.1f}), a whole context a slot"
+        ),
+    },
+    {
+        "technique": "paged attention",
+        "script": "main_paged_attention.py",
+        "deeper": ["more/paged_sharing.py"],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "reserved memory, waiting",
+        "gain": lambda r: (
+            f"{row(r, 'paged')['at_a_time']:.0f} texts at a time "
+            f"({row(r, 'reserve the longest')['at_a_time']:.0f} reserved); "
+            f"TTFT {row(r, 'paged')['ttft_ms']:.0f} ms, slots {row(r, 'contiguous slots')['ttft_ms']:.0f}"
+        ),
+        "cost": lambda r: (
+            f"{row(r, 'paged')['n_preempted']} preempted, "
+            f"{row(r, 'paged')['forward_tokens'] / row(r, 'reserve the longest')['forward_tokens'] - 1:.0%} "
+            "more tokens computed"
+        ),
+    },
+    {
+        "technique": "block-hash prefix cache",
+        "script": "main_block_cache.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "prompt tokens computed, TTFT",
+        "gain": lambda r: (
+            f"TTFT {sweep(r, 'A prompt of 200')[-1]['times faster']:.1f} times lower with "
+            f"{sweep(r, 'A prompt of 200')[-1]['found']} of 200 tokens found"
+        ),
+        "cost": lambda r: (
+            "nothing shared: "
+            f"{times(r, 'no sharing: pool 2x', 'no sharing: no cache', 'tokens_per_s'):.2f} of the tokens/s"
+        ),
+    },
+    {
+        "technique": "radix prefix cache",
+        "script": "main_radix_cache.py",
+        "deeper": ["more/radix_offload.py"],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "prompt tokens computed",
+        "gain": lambda r: (
+            f"chats find {row(r, 'chats: in order, 2x')['found_share']:.0%} of their tokens "
+            f"(in pages of 16 {row(r, 'chats: pages of 16, 2x')['found_share']:.0%})"
+        ),
+        "cost": lambda r: (
+            "nothing shared: "
+            f"{times(r, 'no sharing: in order', 'no sharing: no cache', 'tokens_per_s'):.2f} of the tokens/s"
+        ),
+    },
+    {
+        "technique": "chunked prefill",
+        "script": "main_chunked_prefill.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "gaps while prompts are computed",
+        "gain": lambda r: "worst gap {:.0f} ms instead of {:.0f}; with one prompt {:.0f}, not {:.0f}".format(
+            *(
+                line[f"worst gap for {n}"]
+                for n in ("4 prompts", "1 prompt")
+                for name in (f"chunked, {r['config']['budget']} tokens", "prefill first")
+                for line in sweep(r, "ms when prompts")
+                if line["method"] == name
+            )
+        ),
+        "cost": lambda r: (
+            f"TTFT {row(r, 'chunked, {} tokens'.format(r['config']['budget']))['ttft_ms']:.0f} ms "
+            f"instead of {row(r, 'prefill first')['ttft_ms']:.0f}"
+        ),
+    },
+    {
+        "technique": "FlashAttention",
+        "script": "main_flash_attention.py",
+        "deeper": ["more/flash_attention_backward.py", "more/flash_attention_kernels.py"],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "traffic and memory of attention",
+        "gain": lambda r: "4096 tokens: {:.1f} times as fast, 1/{:.0f} of the memory".format(
+            *(faster(at(rows, "tokens", 4096), "SDPA", "textbook") for rows in r["sweeps"].values())
+        ),
+        "cost": lambda r: f"GPTlite's prefill {times(r, 'SDPA', 'textbook', 'ttft_ms'):.2f} times as fast",
+    },
+    {
+        "technique": "flash decoding",
+        "script": "main_flash_decoding.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "idle cores at few sequences",
+        "gain": lambda r: "one head, {:,} keys: split {:.2f} times as fast".format(
+            sweep(r, "One step of attention, one head")[-1]["keys"],
+            faster(sweep(r, "One step of attention, one head")[-1], "split", "unsplit"),
+        ),
+        "cost": lambda r: "8 sequences: {:.2f} times as fast; GPTlite's steps {:.2f} times".format(
+            faster(sweep(r, "One step of attention, 8 sequences")[-1], "split", "unsplit"),
+            times(r, "split", "static cache"),
+        ),
+    },
+    {
+        "technique": "grouped-query attention",
+        "script": "main_gqa.py",
+        "deeper": ["more/gqa_alignment.py"],
+        "exact": "approximate",
+        "training": "a few steps",
+        "reduces": "cache of a token",
+        "gain": lambda r: (
+            f"cache {times(r, 'GQA 3, mean', 'MHA', 'kv_bytes_per_token'):.0f} to "
+            f"{times(r, 'GQA 1, mean', 'MHA', 'kv_bytes_per_token'):.0f} times smaller, TPOT "
+            f"{times(r, 'GQA 3, mean', 'MHA'):.2f} to {times(r, 'GQA 1, mean', 'MHA'):.2f} times lower"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'GQA 3, mean')['loss_difference']:+.2f} with 3 heads (mean), "
+            f"{row(r, 'GQA 3, mean')['uptrained_loss_difference']:+.2f} after training on"
+        ),
+    },
+    {
+        "technique": "multi-head latent attention",
+        "script": "main_mla.py",
+        "deeper": ["more/mla_conversion.py", "more/mla_absorption.py"],
+        "exact": "at d_latent = d_model, else approximate",
+        "training": "none or a few steps",
+        "reduces": "cache of a token",
+        "gain": lambda r: (
+            f"cache {times(r, 'MLA 192, absorbed', 'MHA', 'kv_bytes_per_token'):.0f} times smaller "
+            f"at loss {row(r, 'MLA 192, absorbed')['loss_difference']:+.4f}"
+        ),
+        "cost": lambda r: (
+            f"TPOT {1 / times(r, 'MLA 192, absorbed', 'MHA'):.2f}, "
+            f"TTFT {1 / times(r, 'MLA 192, absorbed', 'MHA', 'ttft_ms'):.2f} of MHA's (d_latent 192)"
+        ),
+    },
+    {
+        "technique": "pruning",
+        "script": "main_pruning.py",
+        "deeper": [
+            "more/pruning_importance.py",
+            "more/pruning_refit.py",
+            "more/pruning_parts.py",
+            "more/pruning_depth.py",
+        ],
+        "exact": "approximate",
+        "training": "yes, a short distillation",
+        "reduces": "weights, cache, operations",
+        "gain": lambda r: (
+            f"{row(r, 'one shot')['speedup']:.2f} times the tokens/s with "
+            f"{row(r, 'one shot')['n_parameters'] / row(r, 'teacher')['n_parameters']:.0%} of the parameters"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'one shot')['loss_difference']:+.3f} "
+            f"(untrained {row(r, 'cut, not trained')['loss_difference']:+.3f}, "
+            f"rounds {row(r, 'rounds')['loss_difference']:+.3f})"
+        ),
+    },
+    {
+        "technique": "export to engines",
+        "script": "main_export.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "work of serving it elsewhere",
+        "gain": lambda r: (
+            f"transformers gives the same tokens, TPOT {row(r, 'transformers')['tpot_ms']:.2f} ms"
+        ),
+        "cost": lambda r: f"TPOT here {row(r, 'GPTlite')['tpot_ms']:.2f} ms",
+    },
+    {
+        "technique": "all side by side",
+        "script": "main_benchmark.py",
+        "deeper": [],
+        "exact": "both, labelled",
+        "training": "no",
+        "reduces": "",
+        "gain": lambda r: (
+            f"KV cache {times(r, 'KV cache, batch 1', 'no cache, batch 1', 'tokens_per_s'):.1f}, compiled "
+            f"{times(r, 'compiled step, batch 1', 'no cache, batch 1', 'tokens_per_s'):.1f} times no cache"
+        ),
+        "cost": lambda r: "loss of each row in its table",
     },
 ]
