@@ -32,6 +32,12 @@ def faster(line, one, other):
     return line[other] / line[one]
 
 
+def most_zeros(report, method, nats):
+    """The largest share of zeros of a method whose loss rises by less than this."""
+    lines = sweep(report, "Rise of the loss")
+    return max((line["zeros"] for line in lines if (line[method] or nats) < nats), default="0%")
+
+
 def cells(entry, reports):
     """(gain, cost) of an entry from its report, "-" where there is none yet."""
     report = reports.get(entry["script"].rpartition("/")[2].removesuffix(".py").removeprefix("main_"))
@@ -277,6 +283,22 @@ TABLE = [
         ),
     },
     {
+        "technique": "distillation",
+        "script": "main_distillation.py",
+        "deeper": ["more/distillation_store.py"],
+        "exact": "approximate",
+        "training": "yes, and one pass of the teacher",
+        "reduces": "weights, memory, time per token",
+        "gain": lambda r: (
+            f"{row(r, 'soft labels')['speedup']:.1f} times the tokens/s, "
+            f"{times(r, 'soft labels', 'teacher', 'n_parameters'):.1f} times fewer weights"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'soft labels')['loss_difference']:+.3f} after {r['config']['steps']} steps "
+            f"(text alone {row(r, 'hard labels')['loss_difference']:+.3f})"
+        ),
+    },
+    {
         "technique": "pruning",
         "script": "main_pruning.py",
         "deeper": [
@@ -296,6 +318,20 @@ TABLE = [
             f"loss {row(r, 'one shot')['loss_difference']:+.3f} "
             f"(untrained {row(r, 'cut, not trained')['loss_difference']:+.3f}, "
             f"rounds {row(r, 'rounds')['loss_difference']:+.3f})"
+        ),
+    },
+    {
+        "technique": "sparsity",
+        "script": "main_sparsity.py",
+        "deeper": ["more/sparsity_outliers.py", "more/sparsity_speed.py"],
+        "exact": "approximate",
+        "training": "no, calibration texts",
+        "reduces": "weights that are not zero",
+        "gain": lambda r: f"{row(r, 'SparseGPT by layer, 50%')['zeros']:.0%} of the blocks' weights are zero",
+        "cost": lambda r: (
+            f"loss {row(r, 'SparseGPT by layer, 50%')['loss_difference']:+.3f} SparseGPT, "
+            f"{row(r, 'Wanda by row, 50%')['loss_difference']:+.3f} Wanda, "
+            f"{row(r, 'magnitude by layer, 50%')['loss_difference']:+.3f} magnitude"
         ),
     },
     {
