@@ -186,11 +186,11 @@ class StaticKVCache:
         self.advance(-self.length)
 
     def advance(self, n_tokens):
-        """Counts tokens that were written; a negative number forgets the last ones, before the ring has rolled."""
+        """Counts tokens that were written; below 0 forgets the last ones, before the ring has rolled."""
         self.length += n_tokens
 
     def check_fits(self, model, batch_size):
-        """Raises ValueError for another model's shape or another batch size, which would be broadcast over."""
+        """Raises ValueError for another model's shape or batch size, which would be broadcast over."""
         mha, found = model.blocks[0].mha, list(self.k.shape)
         wanted = [len(model.blocks), batch_size, mha.n_heads, self.window, mha.d_head]
         if found != wanted:

@@ -12,6 +12,8 @@ apply (GPUs, other types, a PyTorch without oneDNN) pack_linears leaves a model 
 Source: Intel, oneDNN: memory format propagation (the blocked layouts), 2020.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -67,10 +69,10 @@ class PackedLinear(nn.Linear):
 
     def __deepcopy__(self, memo):
         with torch.random.fork_rng(devices=[]):  # the copy's own first weights are drawn and replaced
-            copy = nn.Linear(self.in_features, self.out_features, self.bias is not None)
-        copy.load_state_dict(self.state_dict())
-        memo[id(self)] = pack_linears(copy).train(self.training)
-        return copy
+            twin = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+        twin.load_state_dict(self.state_dict())
+        memo[id(self)] = pack_linears(twin).train(self.training)
+        return twin
 
 
 def unpack(layer):
@@ -93,3 +95,30 @@ def pack_linears(model):
             if module.bias is not None:
                 module.bias.requires_grad_(False)
     return model
+
+
+# The compiler cannot see into a weight in oneDNN's order, so a graph holds its number.
+PACKED = []
+
+
+@torch.library.custom_op("gptlite::packed_linear", mutates_args=())
+def packed_linear(x: torch.Tensor, bias: torch.Tensor, number: int) -> torch.Tensor:
+    """[B, E_in] -> [B, E_out] by PACKED[number], as one operation of a compiled graph."""
+    return torch.ops.mkldnn._linear_pointwise(x, PACKED[number], bias, "none", [], "")
+
+
+@packed_linear.register_fake
+def _(x, bias, number):
+    return x.new_empty(*x.shape[:-1], bias.shape[0])
+
+
+class LinearInGraph(nn.Module):
+    """A packed layer with a bias inside a compiled graph, [B, E_in] -> [B, E_out]."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.number, self.packed, self.bias = len(PACKED), pack_linears(copy.deepcopy(linear)), linear.bias
+        PACKED.append(self.packed.weight)
+
+    def forward(self, x):
+        return packed_linear(x, self.bias, self.number)

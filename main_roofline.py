@@ -132,7 +132,8 @@ if __name__ == "__main__":
         if max(args.context + 1, *args.prompts) > T:
             raise ValueError(f"--context, --prompts: the model reads at most {T} tokens, a new one included")
         report = harness.Report(args, "roofline", model, columns, context=args.context)
-        roof, tokens, costs, runs, rows = report.ceilings(), text.prompts(max(args.batches), T), {}, {}, {}
+        tokens = text.prompts(max(args.batches), T)
+        roof, costs, runs, rows = report.ceilings(), {}, {}, {}
         given = harness.Ceilings(args.ceilings[0] * 1e12, args.ceilings[1] * 1e9) if args.ceilings else None
         batches, steps = sorted({1, *args.batches}), {f"prefill, {n} tokens": (1, n, 0) for n in args.prompts}
         steps |= {f"decode, batch {B}": (B, 1, args.context) for B in batches}

@@ -23,32 +23,7 @@ import torch
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
-from linear_packed import can_pack, pack_linears
-
-PACKED = []  # weights in oneDNN's order; a graph holds their number, since the compiler cannot see into them
-
-
-@torch.library.custom_op("gptlite::packed_linear", mutates_args=())
-def packed_linear(x: torch.Tensor, bias: torch.Tensor, number: int) -> torch.Tensor:
-    """[B, E_in] -> [B, E_out] by PACKED[number], as one operation of a compiled graph."""
-    return torch.ops.mkldnn._linear_pointwise(x, PACKED[number], bias, "none", [], "")
-
-
-@packed_linear.register_fake
-def _(x, bias, number):
-    return x.new_empty(*x.shape[:-1], bias.shape[0])
-
-
-class LinearOfRows(nn.Module):
-    """A packed linear layer for a compiled graph, [B, E_in] -> [B, E_out]: for several rows."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.number, self.packed, self.bias = len(PACKED), pack_linears(copy.deepcopy(linear)), linear.bias
-        PACKED.append(self.packed.weight)
-
-    def forward(self, x):
-        return packed_linear(x, self.bias, self.number)
+from linear_packed import LinearInGraph, can_pack, pack_linears
 
 
 class LinearAsSum(nn.Module):
@@ -136,7 +111,7 @@ class CompiledStep(nn.Module):
             if batch_size == 1:
                 model = replace_linears(model, lambda linear: LinearAsSum(linear, dtype))
             elif can_pack(weight):
-                model = replace_linears(model, LinearOfRows)
+                model = replace_linears(model, LinearInGraph)
         self.model, self.batch_size, self.bucket = model, batch_size, bucket
         torch._dynamo.config.recompile_limit = 64  # a graph for each view of the cache and each form
         self.step = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)

@@ -15,10 +15,10 @@ Graphs (PyTorch), 2021.
 """
 
 import torch
-from kvcache_compiled import decode_step
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
+from kvcache_compiled import decode_step
 
 
 class CudaGraphStep(nn.Module):

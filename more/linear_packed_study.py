@@ -52,7 +52,7 @@ if __name__ == "__main__":
         type=harness.positive_int,
         nargs="+",
         default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
-        help="rows",
+        help="numbers of rows to multiply",
     )
     with harness.script(parser) as args, torch.no_grad():
         (model,) = harness.load_models(args, GPTlite, packed=False)

@@ -467,7 +467,7 @@ def test_json_has_the_form_of_every_report(run):
     }
     assert config.items() <= data["config"].items()
     assert data["config"]["device_name"] and data["config"]["versions"]["torch"] == torch.__version__
-    assert data["checks"] == {"the same tokens": True} and data["why"] == ["word " * 100 + "end."]
+    assert data["checks"] == {"the same tokens": True} and data["why"] == ["Word " + "word " * 99 + "end."]
     keys = "method baseline ttft_ms tpot_ms tpot_p99_ms tokens_per_s peak_memory_mb kv_bytes_per_token"
     keys += " forward_tokens valid_loss loss_difference loss_difference_se n_parameters same_output"
     first, second, third = data["rows"]

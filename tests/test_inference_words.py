@@ -91,7 +91,7 @@ def texts_of(name):
 
 
 def without_numbers(text):
-    return re.sub(r"[-+]?\d[\d.,]*\d|[-+]?\d|infinitely", "#", text).replace("# times", "#")
+    return re.sub(r"[-+]?\d[\d.,]*\d|[-+]?\d", "#", text).replace("# times", "#")
 
 
 def public_functions():
@@ -108,8 +108,8 @@ def test_every_public_function_is_tried():
 def test_other_figures_give_other_words(name):
     texts = texts_of(name)
     assert all(isinstance(text, words.Reason) for text in texts)
-    different = {without_numbers(text) for text in texts if "infinitely" not in text}
-    n_expected = len([text for text in texts if "infinitely" not in text]) - EQUAL_WORDS.get(name, 0)
+    different = {without_numbers(text) for text in texts}
+    n_expected = len(texts) - EQUAL_WORDS.get(name, 0)
     assert len(different) == n_expected, sorted(different)
 
 
@@ -134,8 +134,8 @@ def test_choose_takes_the_first_limit_that_is_reached():
     def text(figure):
         return words.choose(figure, (2, "much"), (1, "more"), "less")
 
-    assert [text(x) for x in (3, 2, 1.5, 1, 0.5, -math.inf)] == "much much more more less less".split()
-    assert text(None) == text(NAN) == "less" and text(math.inf) == "much"
+    assert [text(x) for x in (3, 2, 1.5, 1, 0.5, -math.inf)] == "Much Much More More Less Less".split()
+    assert text(None) == text(NAN) == "Less" and text(math.inf) == "Much"
 
 
 def test_choose_refuses_what_no_figure_chooses():
@@ -191,7 +191,7 @@ def test_a_figure_of_unknown_direction_gets_no_verdict():
 
 
 @pytest.mark.parametrize(
-    "a, b, absent", [(None, 1.0, "fast"), (NAN, 1.0, "fast"), (1.0, NAN, "slow"), (1.0, None, "slow")]
+    "a, b, absent", [(None, 1.0, "Fast"), (NAN, 1.0, "Fast"), (1.0, NAN, "Slow"), (1.0, None, "Slow")]
 )
 def test_a_figure_that_is_missing_is_not_compared(a, b, absent):
     assert words.compare(row(tpot_ms=a), row("slow", tpot_ms=b)) == f"{absent} has no TPOT to compare."

@@ -2,18 +2,17 @@
 
 import copy
 
-import kvcache_compiled
 import pytest
 import torch
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcache_compiled import CompiledStep, LinearAsSum, LinearOfRows, decode_step, replace_linears
 from torch import nn
 
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
 from inference_utils import StepClock, weight_bytes
-from linear_packed import can_pack
+from kvcache_compiled import CompiledStep, LinearAsSum, decode_step, replace_linears
+from linear_packed import LinearInGraph, can_pack
 from main_kvcache import generate_kvcache, generate_static
 
 CONTEXT = 16
@@ -127,10 +126,10 @@ def test_packed_rows_and_bytes():
     if not can_pack(torch.zeros(2, 2)):
         pytest.skip("this build cannot pack")
     model = tiny_model(GPTlite_StaticKVCache, dtype=torch.float32)
-    packed = replace_linears(model, LinearOfRows)
+    packed = replace_linears(model, LinearInGraph)
     x = random_tokens(3, 9)
     assert_close(packed(x)[0], model(x)[0], 1e-4)
-    assert type(model.fc_out) is nn.Linear and type(packed.fc_out) is LinearOfRows
+    assert type(model.fc_out) is nn.Linear and type(packed.fc_out) is LinearInGraph
     n = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2), (torch.int8, 1)):
         smaller = replace_linears(model, lambda linear, dtype=dtype: LinearAsSum(linear, dtype))
@@ -150,4 +149,3 @@ def test_script():
     assert sizes == sorted(sizes, reverse=True)
     assert abs(rows["compiled, int8 weights, batch 1"]["loss_difference"]) < 0.01
     assert rows["compiled, batch 2"]["same_output"] is True
-    assert kvcache_compiled.PACKED is not None

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcache_past_window import generate_refill, loss_last_position, loss_recomputed, loss_refilled
 
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
 from inference_utils import StepClock
+from kvcache_past_window import generate_refill, loss_last_position, loss_recomputed, loss_refilled
 from main_kvcache import generate
 
 CONTEXT = 16
