@@ -4,10 +4,14 @@ In a test: `from helpers import assert_close, run_script, tiny_model`; the fixtu
 `distilled_checkpoint` (conftest.py) give files of weights that exist, trained or not.
 """
 
+import atexit
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,34 +156,84 @@ def check_schema(report, script):
     assert 1 <= len(report["why"]) <= 4 and all(len(line) > 20 for line in report["why"]), "a report explains"
 
 
-def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600):
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch", "torch._dynamo", "matplotlib.figure", "faiss", "sentence_transformers"]
+    + ["transformers.models.opt.modeling_opt"]
+)
+ENVIRONMENT = {}  # of the server, from its start on
+
+
+def environment():
+    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+
+
+def be_the_script(command, cwd, paths, stdout, stderr):
+    """In a process of its own: becomes `python command`, but for packages that are imported already."""
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+    sys.argv, sys.path[:] = command, [str(Path(command[0]).parent), *paths]
+    os.chdir(cwd)
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run_forked(command, cwd, timeout):
+    """(status, standard output, standard error) of a script, in a process that has imported torch already."""
+    if not ENVIRONMENT:
+        ENVIRONMENT.update(environment())
+    ours = {str(ROOT / folder) for folder in (".", "more", "tests")} | {"", os.getcwd()}
+    paths = [path for path in sys.path if path not in ours]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
+        process = SERVER.Process(target=be_the_script, args=(command, str(cwd), paths, *map(str, files)))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{command[0]} ran longer than {timeout} s")
+        return process.exitcode, *(file.read_text("utf-8", "replace") for file in files)
+
+
+def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600, fresh=False):
     """Runs ROOT/script with this Python: run_script("main_x.py", "--quick", "--json", "-").
 
     Args: checkpoint: a file for --checkpoint, None for the script's own default; env: variables set on
-        top of this process's; cwd: default the repository.
+        top of this process's; cwd: default the repository; fresh: starts Python anew, as a user does. Else
+        the process is a fork of one that has imported PyTorch, which takes seconds each time.
     Returns: an object with .status, .stdout, .stderr, and .json, the last line of standard output parsed
         when `--json -` was asked for (None where there was no report), its form checked.
     """
-    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    command = [str(ROOT / script), *map(str, args)]
     if checkpoint is not None:
         command += ["--checkpoint", str(checkpoint)]
-    run = subprocess.run(
-        command,
-        cwd=cwd or ROOT,
-        env=os.environ | (env or {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout,
-        check=False,
-    )
-    lines = run.stdout.splitlines()
+    if fresh or env or ENVIRONMENT not in ({}, environment()):
+        run = subprocess.run(
+            [sys.executable, *command],
+            cwd=cwd or ROOT,
+            env=os.environ | (env or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+        status, stdout, stderr = run.returncode, run.stdout, run.stderr
+    else:
+        status, stdout, stderr = run_forked(command, cwd or ROOT, timeout)
+    lines = stdout.splitlines()
     asked = any(pair == ("--json", "-") for pair in zip(command, command[1:], strict=False))
     report = json.loads(lines[-1]) if asked and lines and lines[-1].startswith("{") else None
     if report is not None:
         check_schema(report, script)
-    return SimpleNamespace(status=run.returncode, json=report, stdout=run.stdout, stderr=run.stderr)
+    return SimpleNamespace(status=status, json=report, stdout=stdout, stderr=stderr)
 
 
 def large_scores(dtype):
