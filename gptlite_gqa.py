@@ -37,7 +37,7 @@ class MultiHeadAttention_GQA(MultiHeadAttention_KVCache):
     def __init__(self, d_model, n_heads, d_head, dropout_p, n_groups):
         check_groups(n_heads, n_groups)
         super().__init__(d_model, n_heads, d_head, dropout_p)
-        self.n_groups = n_groups
+        self.n_groups = n_groups  # queries keep H heads; keys and values get G in their place
         self.key_proj = nn.Linear(d_model, n_groups * d_head)
         self.value_proj = nn.Linear(d_model, n_groups * d_head)
 

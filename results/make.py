@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,9 +113,21 @@ def changes(name, before, after):
     return lines
 
 
-def load(results, machine):
-    """{name: report} of a machine."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted((results / machine).glob("*.json"))}
+def machines_of(results):
+    """The folders of machines, the one with most reports first: the README shows its figures."""
+    folders = {path.parent for path in results.glob("*/*.json")}
+    return sorted(
+        (f.name for f in folders), key=lambda name: (-len([*(results / name).glob("*.json")]), name)
+    )
+
+
+def load(results, machines):
+    """{name: report}: of the first machine, and of the next ones what those before them do not have."""
+    reports = {}
+    for machine in machines:
+        for path in sorted((results / machine).glob("*.json")):
+            reports.setdefault(path.stem, json.loads(path.read_text()))
+    return reports
 
 
 def link(script):
@@ -127,10 +140,13 @@ def render(text, reports, samples):
         "| technique | exact | training | reduces | gain here | cost here |",
         "|---|---|---|---|---|---|",
     ]
+    names = machine_names(reports)
     for entry in TABLE:
         scripts = f"[{entry['technique']}]({entry['script']})"
         deeper = ", ".join(link(script) for script in entry["deeper"])
         gain, cost = cells(entry, reports)
+        report = reports.get(Path(entry["script"]).stem.removeprefix("main_"))
+        gain += " " + "*" * names.index(name_of(report)) if report and name_of(report) != names[0] else ""
         row = [scripts + (f"<br>{deeper}" if deeper else ""), entry["exact"], entry["training"]]
         lines.append("| " + " | ".join([*row, entry["reduces"], gain, cost]) + " |")
     parts = {"techniques": "\n".join(lines), "machine": machine_line(reports), **samples}
@@ -140,10 +156,25 @@ def render(text, reports, samples):
     return text
 
 
+def name_of(report):
+    """A machine as the README calls it."""
+    config = report["config"]
+    threads = "" if config["device"] == "cuda" else f", {config['threads']} threads"
+    return f"{config['device_name']}{threads}, {config['dtype']}"
+
+
+def machine_names(reports):
+    """Names of the machines that reports were made on, the one with most of them first."""
+    count = Counter(map(name_of, reports.values()))
+    return sorted(count, key=lambda name: (-count[name], name))
+
+
 def machine_line(reports):
-    configs = [report["config"] for report in reports.values()]
-    machines = sorted({f"{c['device_name']}, {c['threads']} threads, {c['dtype']}" for c in configs})
-    return f"Measured on: {'; '.join(machines) or 'no machine yet'}. No figure here was made on a GPU."
+    names = machine_names(reports)
+    others = "".join(f"; rows with {'*' * i}: {name}" for i, name in enumerate(names[1:], 1))
+    gpu = any(report["config"]["device"] == "cuda" for report in reports.values())
+    line = f"Measured on: {names[0] if names else 'no machine yet'}{others}."
+    return line if gpu else f"{line} No figure here was made on a GPU."
 
 
 def samples_of(folder):
@@ -201,12 +232,11 @@ def main():
         moved += changes(name, before, report) if before else []
         if name == "kvcache":
             keep_samples(page, results / machine_of(report["config"]), extra)
-    machines = sorted({path.parent.name for path in results.glob("*/*.json")})
     readme = ROOT / "README.md"
-    for machine in machines[:1]:
-        reports = load(results, machine)
+    if machines := machines_of(results):
+        reports = load(results, machines)
         target = results / "README.md" if args.quick else readme
-        target.write_text(render(readme.read_text(), reports, samples_of(results / machine)))
+        target.write_text(render(readme.read_text(), reports, samples_of(results / machines[0])))
         old = [n for n, r in reports.items() if n in runs and not is_fresh(r, r.get("command", runs[n]))]
         if old and not args.quick:
             print(f"older than their script, options or weights: {', '.join(old)}")

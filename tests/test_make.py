@@ -16,10 +16,6 @@ import tables
 REPORTS = sorted(path for path in ROOT.glob("results/*/*.json"))
 
 
-def machines():
-    return sorted({path.parent.name for path in REPORTS})
-
-
 def test_every_script_has_a_report_to_make():
     scripts = {path.relative_to(ROOT).as_posix() for path in make.ROOT.glob("main_*.py")}
     scripts |= {path.relative_to(ROOT).as_posix() for path in make.ROOT.glob("more/[a-z]*.py")}
@@ -28,15 +24,15 @@ def test_every_script_has_a_report_to_make():
 
 def test_the_readme_holds_what_the_reports_say():
     """No number stands in its tables that make.py did not put there."""
-    readme, machine = (ROOT / "README.md").read_text(), machines()[0]
-    results = ROOT / "results"
-    assert make.render(readme, make.load(results, machine), make.samples_of(results / machine)) == readme
+    readme, results = (ROOT / "README.md").read_text(), ROOT / "results"
+    machines = make.machines_of(results)
+    reports, samples = make.load(results, machines), make.samples_of(results / machines[0])
+    assert make.render(readme, reports, samples) == readme
 
 
 def test_rendering_takes_every_figure_from_the_reports():
     """Other figures in the reports, other cells in the table."""
-    machine = machines()[0]
-    reports = make.load(ROOT / "results", machine)
+    reports = make.load(ROOT / "results", make.machines_of(ROOT / "results"))
     factors = itertools.cycle((1.37, 0.71, 1.13, 0.83, 1.21))  # another for each: ratios change as well
 
     def scaled(value, key=""):
@@ -115,6 +111,19 @@ def test_fresh_and_old_reports():
 def test_machines():
     assert make.machine_of(REPORT["config"]) == "some-cpu-r-9000-2-threads"
     assert make.machine_of({"device": "cuda", "device_name": "NVIDIA H200"}) == "nvidia-h200"
+
+
+def test_rows_of_another_machine_are_marked():
+    """The machine with most reports comes first; what only another one has stands with a star."""
+    other = copy.deepcopy(REPORT)
+    other["config"] |= {"device": "cuda", "device_name": "NVIDIA H200"}
+    reports = {"kvcache": other, "one": REPORT, "two": REPORT}
+    text = "<!-- machine -->\n<!-- /machine -->\n<!-- techniques -->\n<!-- /techniques -->\n"
+    page = make.render(text, reports, {})
+    assert "Some CPU (R) 9000, 2 threads, float32; rows with *: NVIDIA H200, float32." in page
+    assert "batch 8 10.0 * |" in page and "GPU" not in page.replace("NVIDIA", "")
+    page = make.render(text, {"kvcache": REPORT}, {})
+    assert "batch 8 10.0 |" in page and "No figure here was made on a GPU" in page
 
 
 def test_changes_beyond_the_spread():
