@@ -327,7 +327,10 @@ TABLE = [
         "exact": "approximate",
         "training": "no, calibration texts",
         "reduces": "weights that are not zero",
-        "gain": lambda r: f"{row(r, 'SparseGPT by layer, 50%')['zeros']:.0%} of the blocks' weights are zero",
+        "gain": lambda r: (
+            f"{most_zeros(r, 'SparseGPT by layer', 0.01)} zeros for less than 0.01 nats "
+            f"(magnitude {most_zeros(r, 'magnitude by layer', 0.01)})"
+        ),
         "cost": lambda r: (
             f"loss {row(r, 'SparseGPT by layer, 50%')['loss_difference']:+.3f} SparseGPT, "
             f"{row(r, 'Wanda by row, 50%')['loss_difference']:+.3f} Wanda, "
