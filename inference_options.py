@@ -25,6 +25,13 @@ def positive_int(text):
     return value
 
 
+def size(text):
+    """Of a batch, a text or a queue: what would run for days is a slip of the keyboard."""
+    if positive_int(text) > 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text} is too large: at most a million")
+    return int(text)
+
+
 def count(text):
     value = int(text)
     if value < 0:
@@ -36,8 +43,8 @@ def count(text):
 
 def positive(text):
     value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    if not 0 < value <= 1e9:  # its square is still a number
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0, of at most a billion")
     return value
 
 
@@ -128,9 +135,7 @@ def options(
     if repeats is not None:
         add("--repeats", type=positive_int, default=repeats, help="timed runs of each method")
     for name, default in sizes.items():
-        parser.add_argument(
-            "--" + name.replace("_", "-"), type=positive_int, default=default, help=SIZES[name]
-        )
+        parser.add_argument("--" + name.replace("_", "-"), type=size, default=default, help=SIZES[name])
     return parser
 
 

@@ -11,10 +11,11 @@ from gptlite_paged import Sequence, choose_tokens
 from gptlite_slots import SlotBatch
 
 
-def refusals(requests, batch_size, max_tokens=None):
+def refusals(requests, batch_size, max_tokens=None, model=None):
     """For each request a ValueError that says why it cannot be served, or None. The others are served.
 
-    Args: requests: list of (prompt [T], n_tokens); max_tokens: most tokens of prompt and answer together.
+    Args: requests: list of (prompt [T], n_tokens); max_tokens: most tokens of prompt and answer together;
+        model: whose vocabulary the prompts are in.
     Raises: ValueError for a batch without slots.
     """
     if batch_size < 1:
@@ -28,8 +29,16 @@ def refusals(requests, batch_size, max_tokens=None):
             reason = f"{n_tokens} new tokens: their number cannot be negative"
         elif max_tokens is not None and T + n_tokens > max_tokens:
             reason = f"a prompt of {T} and {n_tokens} new tokens do not fit: at most {max_tokens} together"
+        elif model is not None and (unknown := unknown_token(model, prompt.tolist())) is not None:
+            reason = f"token {unknown} is not in the model's vocabulary"
         reasons.append(reason and ValueError(reason))
     return reasons
+
+
+def unknown_token(model, ids):
+    """The first of these token ids that the model does not have, None where it has them all."""
+    n = model.token_embedding.num_embeddings if hasattr(model, "token_embedding") else None  # of a stand-in
+    return next((token for token in ids if token < 0 or n is not None and token >= n), None)
 
 
 def swap_out(pool, sequence):
@@ -87,6 +96,8 @@ class PagedScheduler:
             raise ValueError(
                 f"request {sequence.request}: {n_tokens} tokens do not fit the pool or the context"
             )
+        if (unknown := unknown_token(self.model, sequence.ids)) is not None:  # it would stop all others
+            raise ValueError(f"request {sequence.request}: token {unknown} is not in the model's vocabulary")
         if not sequence.finished:
             self.waiting.append(sequence)
 
@@ -182,7 +193,11 @@ class SlotScheduler:
         return self.batch.running
 
     def add(self, sequence):
-        """Puts a sequence at the end of the queue."""
+        """Puts a sequence at the end of the queue. Raises ValueError for one that could never run."""
+        unknown = unknown_token(self.model, sequence.ids)
+        if not sequence.ids or sequence.end > self.max_tokens or unknown is not None:
+            what = f"token {unknown}" if unknown is not None else f"{sequence.end} tokens"
+            raise ValueError(f"request {sequence.request}: {what} cannot be read by this model and its slots")
         if not sequence.finished:
             self.waiting.append(sequence)
 
@@ -198,7 +213,7 @@ def serve(scheduler, requests):
     Args: requests: list of (prompt [T], n_tokens).
     Returns: for each its prompt and answer [T + n_tokens], or a ValueError that says why it was refused.
     """
-    outputs = refusals(requests, 1, max_tokens=scheduler.max_tokens)
+    outputs = refusals(requests, 1, scheduler.max_tokens, scheduler.model)
     for i, (prompt, n_tokens) in enumerate(requests):
         if outputs[i] is None:
             outputs[i] = prompt

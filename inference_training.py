@@ -163,6 +163,7 @@ def soft_label_loss(logits_student, logits_teacher, temperature):
     check_same_shape(logits_student, logits_teacher)
     log_q = F.log_softmax(logits_student / temperature, dim=-1).flatten(0, -2)  # [N, V]
     p = F.softmax(logits_teacher / temperature, dim=-1).flatten(0, -2)  # [N, V]
+    log_q = log_q.masked_fill(p == 0, 0.0)  # [N, V]: 0 log 0 is 0, also where both rule a token out
     return F.kl_div(log_q, p, reduction="batchmean") * temperature**2  # of the N tokens
 
 
@@ -317,6 +318,10 @@ def output_of(args, path, teacher=None):
         args.folder = tempfile.TemporaryDirectory()
         return Path(args.folder.name) / "quick.pth"
     check_writable(path, (".pth",))
+    for beside in (path.with_suffix(".json"), path.with_suffix(".state")):  # the card, and what resumes
+        check_writable(beside, (beside.suffix,))
+        if args.json and Path(args.json).resolve() == beside.resolve():
+            raise ValueError(f"--json {args.json}: that file will say how {path.name} came about")
     if teacher is not None and path.resolve() == teacher.resolve():
         raise ValueError(f"{path} is the teacher's own file")
     return path

@@ -90,12 +90,14 @@ def write_atomically(path, write):
 
 def load_file(path):
     """torch.load of tensors and plain values only. Raises ValueError for anything else, or a damaged file."""
+    content = io.BytesIO(Path(path).read_bytes())  # torch's errors of a short file look like the disk's
     try:
-        # from memory: torch seeks in front of a short file, whose error looks like one of the disk
-        return torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
+        return torch.load(content, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is no plain state dictionary: refused, code in it is not run") from error
-    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+    except Exception as error:  # a damaged pickle can end in any error
         raise ValueError(f"{path} is truncated or no checkpoint: copy or train it again") from error
 
 
@@ -164,7 +166,7 @@ def make_model(model_class, vocab_size, distilled=False, **kwargs):
 def is_distilled(state):
     """Whether a state dictionary is of the distilled size: as wide as that, else the full one is meant."""
     width = get_gptlite_distilled_model_parameters().d_model
-    return state.get("token_embedding.weight", torch.empty(0, 0)).shape[-1] == width
+    return list(state.get("token_embedding.weight", torch.empty(0, 0)).shape)[-1:] == [width]
 
 
 def model_from(state, model_class, vocab_size, source="the checkpoint", **kwargs):

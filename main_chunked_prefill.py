@@ -100,7 +100,7 @@ def serve_arrivals(scheduler, requests, arrivals):
     Returns: (outputs, received): for each request its prompt and answer [T + n_tokens], or a ValueError that
         says why it was refused; and the numbers of the steps in which it received its tokens.
     """
-    outputs = refusals(requests, 1, max_tokens=scheduler.max_tokens)
+    outputs = refusals(requests, 1, scheduler.max_tokens, scheduler.model)
     received, coming, served, n_steps = [[] for _ in requests], deque(), [], 0
     for i in sorted(range(len(requests)), key=lambda i: arrivals[i]):
         prompt, n_tokens = requests[i]

@@ -36,7 +36,7 @@ def continuous_batching(model, requests, batch_size, seqlen):
     Returns: (outputs, n_steps): for each request its prompt and answer [T + n_tokens], or a ValueError that
         says why it was refused; and the number of forwards. Raises ValueError for batch_size below 1.
     """
-    refused = refusals(requests, batch_size)
+    refused = refusals(requests, batch_size, model=model)
     outputs = [refusal or prompt for refusal, (prompt, _) in zip(refused, requests, strict=True)]
     waiting = deque(i for i, (_, n_tokens) in enumerate(requests) if refused[i] is None and n_tokens > 0)
     running, n_steps = [], 0
@@ -58,7 +58,7 @@ def continuous_batching_kvcache(model, requests, batch_size, seqlen, refill=True
     Returns: as continuous_batching. The cache cannot slide, so prompt and answer must fit: a request of more
         than seqlen + 1 tokens (the last is never read) is refused alone.
     """
-    refused = refusals(requests, batch_size, max_tokens=seqlen + 1)
+    refused = refusals(requests, batch_size, seqlen + 1, model)
     outputs = [refusal or prompt for refusal, (prompt, _) in zip(refused, requests, strict=True)]
     waiting = deque(
         Sequence(i, prompt.tolist(), len(prompt) + n_tokens)

@@ -78,8 +78,11 @@ def student_loss(logits, targets, soft_labels, temperature, alpha):
     """alpha times the loss on the text plus 1 - alpha times that on stored soft labels.
 
     Args: logits [B, T, V]; targets: the text's next tokens [B, T]; soft_labels: of the same windows, stored
-        with this temperature [B, T, V]. Returns: a scalar, in nats per token.
+        with this temperature [B, T, V]. Returns: a scalar, in nats per token. Raises ValueError for targets
+        of another shape, which would be read in another order.
     """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(f"targets {list(targets.shape)} for logits {list(logits.shape)}")
     loss = 0.0
     if alpha > 0:
         loss = alpha * F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -45,8 +45,11 @@ def prune(model, heads, neurons, n_heads, n_neurons):
     """Keeps the most important heads and neurons of every block and slices the others out, in place.
 
     Args: heads, neurons: importances, [H] and [n_neurons] a block; n_heads, n_neurons: how many stay in each.
-    Returns: the same model, smaller. Raises ValueError as units_to_keep does, with the model untouched.
+    Returns: the same model, smaller. Raises ValueError as units_to_keep does, and for an attention without
+        projections of its own for keys and values (MLA), with the model untouched.
     """
+    if not all(hasattr(block.mha, "key_proj") for block in model.blocks):
+        raise ValueError("this attention shares latents between heads: its heads cannot be cut out alone")
     kept = units_to_keep(model, heads, neurons, n_heads, n_neurons)
     for block, (kept_heads, kept_neurons) in zip(model.blocks, kept, strict=True):
         prune_heads(block.mha, kept_heads)

@@ -75,6 +75,8 @@ def prune_sparsegpt(weight, products, sparsity, by="layer", block_size=128, damp
     Returns: [out, in]. The paper zeroes all weights of an input that was always zero; here they go first,
         so that the share stays exact, and without any input this is magnitude pruning.
     """
+    if sparsity == "2:4" and block_size % 4:
+        raise ValueError(f"blocks of {block_size} columns cut groups of four apart")
     n_in, mean = weight.shape[1], products.diagonal().mean()
     alive = torch.where(products.diagonal() > 0, 1.0, 1e-20)[:, None].to(products)  # [in, 1]: the dead first
     damped = products + (damping * mean if mean > 0 else 1.0) * torch.eye(n_in).to(products)  # [in, in]

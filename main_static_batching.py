@@ -51,7 +51,7 @@ def static_batching(model, requests, batch_size, seqlen):
     Returns: (outputs, n_steps): for each request its prompt and answer [T + n_tokens], or a ValueError that
         says why it was refused; and the number of forwards. Raises ValueError for batch_size below 1.
     """
-    outputs, n_steps = refusals(requests, batch_size), 0
+    outputs, n_steps = refusals(requests, batch_size, model=model), 0
     accepted = [i for i, refusal in enumerate(outputs) if refusal is None]
     for start in range(0, len(accepted), batch_size):
         group = accepted[start : start + batch_size]

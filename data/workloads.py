@@ -17,10 +17,13 @@ def make_workloads(data, n_requests, n_new=28, seed=0):
         n_new: at most 28 tokens of an answer in a chat; elsewhere at most 8; seed: of what is drawn.
     Returns: {name: (chats, n_new)}: chats is a list of conversations, each a list of messages (lists of
         token ids); n_new is the length of every answer. Shared lengths are no multiples of 16 on purpose.
-    Raises ValueError for data shorter than the context, and for answers that would leave it.
+    Raises ValueError for data shorter than the context, for answers that would leave it, and for no or more
+    than 100000 requests.
     """
     if not 1 <= n_new <= 28:
         raise ValueError(f"answers of {n_new} tokens: 1 to 28 fit the context in a chat of four turns")
+    if not 1 <= n_requests <= 100_000:
+        raise ValueError(f"{n_requests} requests: 1 to 100000")
     check_length(data, 256)
     generator = torch.Generator().manual_seed(seed)
 

@@ -85,7 +85,7 @@ def stored_loss(logits, values, indices, temperature, kind="kl"):
     if kind == "mse":
         if indices is not None:
             raise ValueError("the mean squared error takes all logits, and only the best are stored")
-        return logit_mse(logits, stored)
+        return logit_mse(logits, stored.masked_fill(values <= LOWEST, float("-inf")))
     if indices is not None:
         logits = temperature * merge_rest(logits / temperature, indices.long())  # [..., k+1]
     return distillation_loss(logits, stored, temperature)

@@ -121,6 +121,8 @@ class CompiledStep(nn.Module):
     @torch.no_grad()
     def forward(self, x, kv_cache):
         kv_cache.check_fits(self.model, self.batch_size)
+        if x.shape != (self.batch_size, 1):  # others would be cut off, or broadcast over the cache
+            raise ValueError(f"made for {self.batch_size} sequences and one token, not {list(x.shape)}")
         length, window = kv_cache.length, kv_cache.window
         n = min(-(-max(length, 1) // self.bucket) * self.bucket, window)  # rows of the view
         position = torch.tensor([length], device=x.device)  # [1]

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import _root  # noqa: F401 (the files above become importable)
+from inference_training import check_same_shape
 from main_mla import low_rank, replace_projections
 
 
@@ -89,7 +90,9 @@ def divergence(logits, reference):
     """Mean KL divergence in nats from the distributions of reference to those of logits, [..., V] both.
 
     A token that the reference gives no probability adds nothing, whatever the other gives it (0 log 0 = 0).
+    Raises ValueError for logits of different shapes.
     """
+    check_same_shape(logits, reference)
     log_p, log_q = (F.log_softmax(x.float(), dim=-1) for x in (reference, logits))  # [..., V]
     terms = torch.where(log_p == float("-inf"), 0.0, log_p.exp() * (log_p - log_q))  # [..., V]
     return terms.sum(dim=-1).mean().clamp(min=0.0)  # rounding may fall below

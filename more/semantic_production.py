@@ -14,11 +14,11 @@ Run: python more/semantic_production.py            (--n-queries 5000: a longer s
 Source: Bang, GPTCache, 2023; Schroeder et al., vCache, 2025; Douze et al., The Faiss library, 2024.
 """
 
+import contextlib
 import hashlib
 import json
 import sqlite3
 import time
-from pathlib import Path
 
 import faiss
 import numpy as np
@@ -37,14 +37,9 @@ CREATE TABLE IF NOT EXISTS entries (
     expires REAL NOT NULL, used INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS by_expiry ON entries (expires);
 CREATE INDEX IF NOT EXISTS by_use ON entries (used);"""
-OF_EMBEDDER = "json_extract(scope, '$[0]') = ?"
+OF_EMBEDDER = "vector IS NOT NULL AND json_extract(scope, '$[0]') = ?"
 LEAST_USED = "id IN (SELECT id FROM entries ORDER BY used DESC LIMIT -1 OFFSET ?)"  # beyond so many
 USED_NOW = "UPDATE entries SET used = (SELECT MAX(used) + 1 FROM entries) WHERE id = ?"
-
-
-def weights_name(checkpoint):
-    """The sha256 of a file of weights: a name for a model that changes when its weights do."""
-    return hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest()
 
 
 def digest(value):
@@ -79,14 +74,14 @@ class ProductionSemanticCache(SemanticCache):
         if capacity < 1 or not ttl_seconds > 0:
             raise ValueError(f"capacity {capacity} and ttl_seconds {ttl_seconds} must be positive")
         self.embedder, self.capacity, self.ttl_seconds, self.clock = embedder, capacity, ttl_seconds, clock
-        self.counts = {"exact": 0, "semantic": 0, "miss": 0}
+        self.counts = {"exact": 0, "semantic": 0, "miss": 0, "trouble": 0}
         self.indexes = {}  # scope -> IndexIDMap2: removing a vector leaves the ids of the others alone
         try:
-            self.db = sqlite3.connect(path)
+            self.db = sqlite3.connect(path, timeout=1.0)  # seconds to wait for other processes
             self.db.executescript(SCHEMA)
             self.remove("expires <= ?", self.clock())
             self.remove(LEAST_USED, capacity)
-            stored = f"SELECT id, scope, vector FROM entries WHERE vector IS NOT NULL AND {OF_EMBEDDER}"
+            stored = f"SELECT id, scope, vector FROM entries WHERE {OF_EMBEDDER}"
             for entry, scope, vector in self.db.execute(stored, (embedder,)):
                 vector = np.frombuffer(vector, np.float32)[None]  # [1, dim]
                 if vector.shape[1] != self.index.d or not abs(np.linalg.norm(vector) - 1) < 1e-3:
@@ -96,33 +91,38 @@ class ProductionSemanticCache(SemanticCache):
             raise ValueError(f"{path} cannot serve as the cache's database: {error}") from error
 
     def __call__(self, query, generate_fn, tenant="", model="", sampling=None, context=None):
-        """tenant: any name; sampling: the parameters of decoding, anything that JSON can hold; context: what
-        the query needs to be understood, such as the conversation so far, None for one that stands alone;
-        model: a name of the very weights (see weights_name): under a name that stays when the weights are
-        replaced, such as that of a product or a file, the old model's answers go on being served.
-        """
-        self.remove("expires <= ?", self.clock())
+        """tenant: any name; sampling: the parameters of decoding, as JSON can hold them; context: what the
+        query needs to be understood, such as a conversation, None for one that stands alone; model: a name of
+        the very weights, such as their sha256: under a product's name old answers would be served on."""
         scope = json.dumps([self.embedder, tenant, model, sampling, digest(context)], sort_keys=True)
-        key = digest([scope, query])
-        exact = self.db.execute("SELECT id, answer FROM entries WHERE key = ?", (key,)).fetchone()
-        if exact:
-            return self.hit("exact", *exact, 1.0)
-        try:
-            vector = self.embed(query)  # [1, dim]
-            near, similarity = self.find(query, vector, self.indexes.get(scope))
-        except TextTooLong:
-            vector, near, similarity = None, None, 0.0  # the exact layer may still serve it
-        found = near and self.db.execute("SELECT id, answer FROM entries WHERE id = ?", (near,)).fetchone()
-        if found:
-            return self.hit("semantic", *found, similarity)
+        key, vector, similarity = digest([scope, query]), None, 0.0
+        with self.trouble_counted():
+            self.remove("expires <= ?", self.clock())
+            exact = self.db.execute("SELECT id, answer FROM entries WHERE key = ?", (key,)).fetchone()
+            if exact:
+                return self.hit("exact", *exact, 1.0)
+            with contextlib.suppress(TextTooLong):  # the exact layer may still serve it
+                vector = self.embed(query)  # [1, dim]
+                near, similarity = self.find(query, vector, self.indexes.get(scope))
+                found = "SELECT id, answer FROM entries WHERE id = ?"
+                if near and (entry := self.db.execute(found, (near,)).fetchone()):
+                    return self.hit("semantic", *entry, similarity)
         answer = generate_fn(query)
         if isinstance(answer, str) and not is_empty(answer):
-            self.store(scope, key, query, answer, vector)
+            with self.trouble_counted():
+                self.store(scope, key, query, answer, vector)
         self.counts["miss"] += 1
         return answer, similarity, False
 
+    @contextlib.contextmanager
+    def trouble_counted(self):
+        try:
+            yield
+        except sqlite3.Error:  # a file that is full, locked or gone costs hits, never an answer
+            self.counts["trouble"] += 1
+
     def hit(self, layer, entry, answer, similarity):
-        with self.db:
+        with self.trouble_counted(), self.db:
             self.db.execute(USED_NOW, (entry,))
         self.counts[layer] += 1
         return answer, similarity, True
@@ -130,6 +130,8 @@ class ProductionSemanticCache(SemanticCache):
     def may_serve(self, query, row):
         """False as well where another process has removed the entry: the file knows better than the index."""
         stored = self.db.execute("SELECT query FROM entries WHERE id = ?", (row,)).fetchone()
+        for index in [] if stored else self.indexes.values():  # its vector must not stand in others' way
+            index.remove_ids(np.array([row], dtype=np.int64))
         return stored is not None and (self.confirm is None or self.confirm(query, *stored))
 
     def store(self, scope, key, query, answer, vector):
@@ -160,8 +162,9 @@ class ProductionSemanticCache(SemanticCache):
         for entry, scope in rows:
             if scope in self.indexes:
                 self.indexes[scope].remove_ids(np.array([entry], dtype=np.int64))
-                if self.indexes[scope].ntotal == 0:  # conversations end, their indexes must not stay
-                    del self.indexes[scope]
+        empty = [scope for scope, index in self.indexes.items() if index.ntotal == 0]
+        for scope in empty:  # conversations end, and their indexes must not stay
+            del self.indexes[scope]
 
     def __len__(self):
         return self.db.execute("SELECT COUNT(*) FROM entries").fetchone()[0]
@@ -195,11 +198,10 @@ if __name__ == "__main__":
         meaning = meanings(load_pairs()[1])  # other topics than those the threshold was chosen on
         stream = zipf_stream(meaning, n_queries, args.seed)
         prompt = harness.load_text(args).prompt(stream[0])  # [1, T]
-        config = {"threshold": args.threshold}
-        report = harness.Report(args, "semantic cache service", model, STREAM_COLUMNS, **config)
+        report = harness.Report(args, "semantic service", model, STREAM_COLUMNS, threshold=args.threshold)
         answer = partial(generate_kvcache, model, prompt, args.n_tokens, model.seqlen)
         answer_ms = median_ms(answer, args.repeats, args.device)
-        opened, weights, now = [], weights_name(args.checkpoint), [time.time()]
+        opened, weights, now = [], harness.sha256_of(args.checkpoint), [time.time()]
 
         def production(embed_fn=embed, **options):
             path = f"{folder}/{len(opened)}.sqlite"
@@ -239,11 +241,10 @@ if __name__ == "__main__":
         rooms = sorted({max(n_stored // 2**k, 1) for k in range(5)})
         small = {n: partial(production, lambda texts: vector(*texts), capacity=n) for n in rooms}
         hits = [row["hit_rate"] for row in replay(small, stream, meaning, answer_ms).values()]
-        sizes = [len(cache) for cache in opened[-len(rooms) :]]
-        names, lines = ("capacity", "entries", "hit rate"), zip(rooms, sizes, hits, strict=True)
-        lines = [dict(zip(names, line, strict=True)) for line in lines]
+        lines = zip(rooms, map(len, opened[-len(rooms) :]), hits, strict=True)
+        lines = [{"capacity": room, "entries": n, "hit rate": rate} for room, n, rate in lines]
         report.sweep("Hit rate over the capacity, least recently used out", lines)
-        report.check("no cache exceeds its capacity", all(map(int.__le__, sizes, rooms)))
+        report.check("no cache exceeds its capacity", all(x["entries"] <= x["capacity"] for x in lines))
         report.why(words.compare(last, confirmed, "latency_ms") + words.compare(last, none, "latency_ms"))
         report.why(words.pays_back(timer.ms, answer_ms, "ms", "answers found again"))
         report.finish()

@@ -47,7 +47,7 @@ def serve_on_clock(batch, requests, arrivals, run_step, timeout=None):
     Returns: (outputs, times): for each request its token ids as a list, or a ValueError that says why it was
         refused; and the times at which it received its tokens.
     """
-    outputs = refusals(requests, batch.n_slots, max_tokens=batch.seqlen + 1)
+    outputs = refusals(requests, batch.n_slots, batch.seqlen + 1, batch.model)
     waiting, times, now = deque(), [[] for _ in requests], 0.0
     for i, (prompt, n_tokens) in enumerate(requests):
         if outputs[i] is None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, run_script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +150,9 @@ def test_quick_run(checkpoint):
 def test_bad_options(args, message):
     run = run_script("more/distillation_store.py", "--quick", *args)
     assert run.status == 2 and message in run.stderr
+
+
+def test_a_stored_token_that_the_teacher_rules_out_has_no_logit_to_reach():
+    log_p = F.log_softmax(torch.tensor([[math.log(3), 0.0, -math.inf]]), dim=-1)
+    stored = stored_loss(torch.zeros(1, 3), *in_16_bits(*keep_best(log_p, None)), 1.0, "mse")
+    assert_close(stored, logit_mse(torch.zeros(1, 3), log_p), 1e-3)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gptlite_paged import MODEL, PAGED, alone, assert_clean, poisoned_pool
 
+from gptlite import GPTlite
 from gptlite_paged import BlockPool, GPTlite_Paged, Sequence
 from gptlite_slots import GPTlite_Slots
 from inference_pages import PageStore
@@ -22,7 +23,9 @@ from inference_scheduling import (
     swap_out,
 )
 from main_block_cache import BlockCache
+from main_continuous_batching import continuous_batching, continuous_batching_kvcache
 from main_radix_cache import RadixCache
+from main_static_batching import static_batching
 from paged_sharing import SharingPool
 from radix_offload import OffloadingCache
 
@@ -290,3 +293,31 @@ def test_slots_give_what_each_request_gets_alone():
     assert [o.tolist() for o in outputs] == [alone(q.tolist(), n) for q, n in requests]
     too_long = serve(SlotScheduler(tiny_model(GPTlite_Slots), 3, 8), [(torch.tensor([1, 2]), 9)])
     assert isinstance(too_long[0], ValueError) and MODEL is not None
+
+
+def test_a_request_with_an_unknown_token_is_refused_alone():
+    """In a batch it would stop all the others, at every step again."""
+    good = (random_tokens(1, 4)[0], 3)
+    for make in (
+        lambda: PagedScheduler(PAGED, BlockPool(PAGED, 8, 4)),
+        lambda: SlotScheduler(tiny_model(GPTlite_Slots), 2, 16),
+    ):
+        for bad in ([99], [3, -1]):
+            outputs = serve(make(), [good, (torch.tensor(bad), 2), good])
+            assert isinstance(outputs[1], ValueError) and "vocabulary" in str(outputs[1])
+            assert torch.equal(outputs[0], outputs[2]) and len(outputs[0]) == 7
+            scheduler = make()
+            scheduler.add(Sequence(0, [1, 2], 5))
+            for sequence in (Sequence(1, bad, 4), Sequence(2, [], 3), Sequence(3, [1], 99)):
+                with pytest.raises(ValueError, match="request"):
+                    scheduler.add(sequence)
+            assert len(scheduler.waiting) == 1
+
+
+def test_every_way_to_serve_refuses_an_unknown_token():
+    requests = [(torch.tensor([1, 2]), 2), (torch.tensor([16]), 2)]
+    plain = tiny_model(GPTlite)
+    served = [static_batching(plain, requests, 2, 16), continuous_batching(plain, requests, 2, 16)]
+    served.append(continuous_batching_kvcache(tiny_model(GPTlite_Slots), requests, 2, 16))
+    for outputs, _ in served:
+        assert len(outputs[0]) == 4 and "token 16 is not in" in str(outputs[1])

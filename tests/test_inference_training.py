@@ -230,7 +230,7 @@ def test_a_run_without_a_file_leaves_none(tmp_path, monkeypatch, capsys):
 
 
 def test_where_a_run_writes_its_weights(tmp_path):
-    args, path = SimpleNamespace(quick=False, resume=False), tmp_path / "one.pth"
+    args, path = SimpleNamespace(quick=False, resume=False, json=None), tmp_path / "one.pth"
     assert training.output_of(args, path) == path
     with pytest.raises(ValueError, match="the teacher's own file"):
         training.output_of(args, path, tmp_path / "." / "one.pth")
@@ -327,3 +327,24 @@ def test_uptrained_figures_are_against_the_control():
     )
     figures = training.uptrained_figures(report, "trained", "control")
     assert figures == dict(zip(training.UPTRAINED_COLUMNS, (1.5, 0.2, 0.1), strict=True))
+
+
+def test_a_token_that_both_rule_out_adds_nothing():
+    """0 log 0 is 0; without that one NaN would go into all weights."""
+    inf = float("inf")
+    for student in ([0.0, 0.0, -inf], [0.5, 0.0, 1.0]):
+        logits = torch.tensor([student], requires_grad=True), torch.tensor([[math.log(3), 0.0, -inf]])
+        loss = training.soft_label_loss(*logits, 1.0)
+        assert_close(loss, distillation_loss(*logits, 1.0), 1e-6)
+        loss.backward()
+        assert logits[0].grad.isfinite().all()
+
+
+def test_the_card_is_not_replaced_by_the_report(tmp_path):
+    args = SimpleNamespace(quick=False, resume=False, json=str(tmp_path / "my.json"))
+    with pytest.raises(ValueError, match="will say how my.pth came about"):
+        training.output_of(args, tmp_path / "my.pth")
+    assert training.output_of(args, tmp_path / "other.pth").name == "other.pth"
+    (tmp_path / "third.state").mkdir()
+    with pytest.raises(ValueError, match="third.state is a folder"):
+        training.output_of(args, tmp_path / "third.pth")

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import pickle
+import random
 import shlex
 import statistics
 from types import SimpleNamespace
@@ -854,3 +855,28 @@ def test_cached_logits(n_tokens, prompt_len):
     assert_close(logits, tiny_model(GPTlite)(tokens))
     assert cache[0][0].shape[-2] == n_tokens
     assert clock.n_steps == 1 + n_tokens - max(prompt_len, 1) and clock.forward_tokens == 2 * n_tokens
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("new_format", [True, False])
+def test_a_damaged_file_is_named_whatever_breaks(tmp_path, new_format):
+    """Bytes that were cut off or changed end in any error of pickle, struct or torch."""
+    path, generator = tmp_path / "x.pth", random.Random(0)
+    state = {f"layer.{i}.weight": torch.randn(3, 2) for i in range(3)}
+    torch.save(state, path, _use_new_zipfile_serialization=new_format)
+    whole = path.read_bytes()
+    for _ in range(300):
+        content = bytearray(whole[: generator.randrange(len(whole))] if generator.random() < 0.3 else whole)
+        for _ in range(generator.randrange(4)):
+            if content:
+                content[generator.randrange(len(content))] = generator.randrange(256)
+        path.write_bytes(content)
+        try:
+            utils.load_checkpoint(path)
+        except ValueError as error:
+            assert "x.pth" in str(error) and "\n" not in str(error).strip()
+
+
+def test_a_scalar_is_no_embedding():
+    with pytest.raises(ValueError, match="fit"):
+        utils.model_from({"token_embedding.weight": torch.tensor(1.0)}, GPTlite, 96)

@@ -149,3 +149,13 @@ def test_script():
     assert sizes == sorted(sizes, reverse=True)
     assert abs(rows["compiled, int8 weights, batch 1"]["loss_difference"]) < 0.01
     assert rows["compiled, batch 2"]["same_output"] is True
+
+
+def test_other_tokens_than_one_a_sequence_are_refused():
+    """A second token would be dropped, a single sequence broadcast over the cache."""
+    static = tiny_model(GPTlite_StaticKVCache, n_layers=1)
+    step, buffers = CompiledStep(static, 3, backend=None), StaticKVCache(static, 3)
+    for x in (random_tokens(3, 2), random_tokens(1, 1), random_tokens(3, 1)[:, 0]):
+        with pytest.raises(ValueError, match="3 sequences and one token"):
+            step(x, buffers)
+    assert buffers.length == 0 and step(random_tokens(3, 1), buffers)[0].shape == (3, 1, 16)

@@ -346,6 +346,7 @@ def test_variants_and_the_shipped_student(tiny_run, tmp_path, capsys):
     [
         (["--temperature", "0"], "0 is not a number above 0"),
         (["--temperature", "nan"], "nan is not a number above 0"),
+        (["--temperature", "1e200"], "1e200 is not a number above 0, of at most a billion"),
         (["--temperature", "1e-42"], "are no numbers any more"),
         (["--alpha", "1.5"], "1.5 is not a share from 0 to 1"),
         (["--resume"], "nothing to resume"),
@@ -389,3 +390,9 @@ def test_weights_and_card_are_written_together(tiny_run, monkeypatch, tmp_path):
     monkeypatch.setattr(inference_report, "measure", interrupt)
     assert tiny_run("--steps", "2", "--seed", "7", "--output", str(output)) == 130
     assert [output.with_suffix(suffix).read_bytes() for suffix in (".pth", ".json")] == before
+
+
+def test_targets_of_another_shape_are_refused():
+    """As many tokens in another order would be compared with the wrong logits."""
+    with pytest.raises(ValueError, match="targets"):
+        student_loss(torch.randn(2, 3, 5), torch.zeros(3, 2).long(), torch.randn(2, 3, 5), 1.0, 0.5)

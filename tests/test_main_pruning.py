@@ -20,6 +20,7 @@ from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCach
 from inference_training import distill
 from inference_utils import GPTLITE_DISTILLED_CKPT_PATH
 from main_kvcache import generate, generate_kvcache, generate_static
+from main_mla import GPTlite_MLA
 from main_pruning import compute_importance, mask, prune, prune_linear, sum_responses
 
 SIGNATURES = {
@@ -387,3 +388,11 @@ def test_script_refuses_shares_out_of_range(ratios, monkeypatch, capsys):
         runpy.run_path(script, run_name="__main__")
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("main_pruning.py: --keep-ratios are falling shares above 0")
+
+
+def test_attention_with_shared_latents_is_refused_untouched():
+    model = tiny_model(GPTlite_MLA, d_latent=32)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="shares latents"):
+        prune(model, [torch.rand(2)] * 2, [torch.rand(128)] * 2, 1, 64)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

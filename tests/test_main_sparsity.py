@@ -359,3 +359,8 @@ def test_quick_run(distilled_checkpoint, tmp_path):
 def test_bad_options():
     run = run_script("main_sparsity.py", "--quick", "--sparsities", "1.5")
     assert run.status == 2 and "1.5 is not a share from 0 to 1" in run.stderr
+
+
+def test_blocks_that_cut_groups_of_four_are_refused():
+    with pytest.raises(ValueError, match="groups of four"):
+        prune_sparsegpt(torch.randn(3, 12), torch.eye(12), "2:4", block_size=6)

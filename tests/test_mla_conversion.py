@@ -172,3 +172,9 @@ def test_script_in_16_bits(distilled_checkpoint):
 def test_script_has_no_option_without_effect(distilled_checkpoint):
     run = run_script("more/mla_conversion.py", "--quick", "--repeats", "2", checkpoint=distilled_checkpoint)
     assert run.status == 2 and "--repeats" in run.stderr
+
+
+def test_divergence_of_other_shapes_is_refused():
+    for shape in ((1, 1, 4), (1, 2, 1), (2, 4)):
+        with pytest.raises(ValueError, match="must belong together"):
+            divergence(torch.zeros(shape), torch.zeros(1, 2, 4))

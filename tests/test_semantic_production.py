@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_main_semantic_cache import Model, cosine, embed, never
 
+from inference_report import sha256_of
 from main_semantic_cache import SemanticCache, unit_vectors
-from semantic_production import ProductionSemanticCache, weights_name
+from semantic_production import ProductionSemanticCache
 
 
 class Clock:
@@ -74,7 +75,7 @@ def test_exact_layer_needs_no_encoder(make):
     cache("a 0", str.upper)
     assert cache("a 0", never) == ("A 0", 1.0, True) and calls == ["a 0"]
     assert cache("b 1", never)[2] and calls == ["a 0", "b 1"]
-    assert cache.counts == {"exact": 1, "semantic": 1, "miss": 1}
+    assert cache.counts == {"exact": 1, "semantic": 1, "miss": 1, "trouble": 0}
 
 
 def test_nothing_crosses_the_scope(make):
@@ -102,9 +103,9 @@ def test_new_weights_under_an_old_name_serve_nothing_old(make, tmp_path):
     cache, checkpoint = make(), tmp_path / "model.pth"
     for weights, hit in ((b"A", False), (b"A", True), (b"B", False), (b"A", True), (b"B", True)):
         checkpoint.write_bytes(weights)
-        answer = cache("a 0", lambda query, w=weights: f"of {w}", model=weights_name(checkpoint))
+        answer = cache("a 0", lambda query, w=weights: f"of {w}", model=sha256_of(checkpoint))
         assert (answer[0], answer[2]) == (f"of {weights}", hit)
-        assert cache("b 3", never, model=weights_name(checkpoint))[0] == f"of {weights}"
+        assert cache("b 3", never, model=sha256_of(checkpoint))[0] == f"of {weights}"
 
 
 def test_vectors_of_another_width_are_refused_before_the_model_is_asked(make):
@@ -338,3 +339,36 @@ def test_bad_option_is_one_line():
     run = run_script("more/semantic_production.py", "--quick", "--threshold", "nan")
     assert run.status == 2 and run.stdout == ""
     assert len(run.stderr.strip().splitlines()) == 1 and "nan" in run.stderr
+
+
+def test_a_file_in_trouble_costs_hits_and_no_answer(make):
+    """Full, locked by another process, or without its table: questions are answered all the same."""
+    cache = make()
+    assert cache("a 0", lambda query: "first")[0] == "first"
+    n_pages = cache.db.execute("PRAGMA page_count").fetchone()[0]
+    cache.db.execute(f"PRAGMA max_page_count={n_pages}")  # a full disk
+    for i in range(40):  # conversations of their own
+        assert cache("a 0", lambda query: "x" * 500, context=i) == ("x" * 500, 0.0, False)
+    assert cache.counts["trouble"] > 0 and cache("a 0", never)[0] == "first"
+    assert_consistent(cache)
+    cache.db.execute("PRAGMA max_page_count=1000000")
+    other = sqlite3.connect(make.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    before = cache.counts["trouble"]
+    assert cache("a 0", never) == ("first", 1.0, True)  # only that it was used is not noted
+    assert cache("b 90", lambda query: "new")[0] == "new" and cache.counts["trouble"] == before + 2
+    other.execute("ROLLBACK")
+    assert cache("b 90", lambda query: "stored")[2] is False and cache("b 90", never)[0] == "stored"
+    other.execute("DROP TABLE entries")
+    assert cache("a 0", lambda query: "again") == ("again", 0.0, False)
+    other.close()
+
+
+def test_what_another_process_removed_leaves_the_index(make):
+    """Its vector would stand among the candidates for good, before entries that are still there."""
+    cache, other = make(), make()
+    cache("a 0", lambda query: "gone")
+    other.remove("query = ?", "a 0")
+    assert cache("a 1", lambda query: "new")[2] is False
+    assert cache("a 2", never)[0] == "new"
+    assert_consistent(cache)

@@ -1,6 +1,7 @@
 """Workloads of prefix caches: they fit the context, and share what they should."""
 
 import pytest
+import torch
 from helpers import random_tokens
 
 from data.workloads import make_workloads
@@ -30,3 +31,9 @@ def test_what_cannot_be_is_refused():
     for n_new in (0, 29):
         with pytest.raises(ValueError, match="1 to 28"):
             make_workloads(data, 8, n_new)
+
+
+def test_more_requests_than_anybody_serves_are_refused_at_once():
+    for n in (0, 20_000_000):
+        with pytest.raises(ValueError, match="requests"):
+            make_workloads(torch.zeros(300, dtype=torch.int64), n)
