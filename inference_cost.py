@@ -1,8 +1,11 @@
 """What a step must cost: operations and bytes of a forward pass, and what this machine can do at most."""
 
 import glob
+import os
+import tempfile
 from collections import namedtuple
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -88,6 +91,26 @@ def measure_ceilings(device, dtype=torch.float32, seconds=0.3):
     n_words = max(4 * last_level_cache_bytes(device), least) // 4
     buffer = torch.ones(n_words, dtype=torch.int32, device=device)
     return Ceilings(flops_per_s, n_words * 4 / best_seconds(lambda: buffer.max(), device, seconds))
+
+
+def disk_bytes_per_s(n_bytes, repeats=3):
+    """How fast a file of n_bytes is read from the disk of the temporary folder, bytes per second.
+
+    None where the system keeps what it has read of a file and cannot be asked to forget it.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    seconds = []
+    for _ in range(repeats):
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(os.urandom(n_bytes))
+            os.fsync(file.fileno())  # what is not on the disk yet cannot be forgotten
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            with Timer(torch.device("cpu")) as timer:
+                file.readall()
+        seconds.append(timer.seconds)
+    return n_bytes / median(seconds)
 
 
 def lower_bound_ms(cost, ceilings):

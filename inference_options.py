@@ -25,8 +25,8 @@ def positive_int(text):
     return value
 
 
-def size(text):
-    """Of a batch, a text or a queue: what would run for days is a slip of the keyboard."""
+def new_tokens(text):
+    """A number of tokens to generate: what would run for days is a slip of the keyboard."""
     if positive_int(text) > 1_000_000:
         raise argparse.ArgumentTypeError(f"{text} is too large: at most a million")
     return int(text)
@@ -135,7 +135,12 @@ def options(
     if repeats is not None:
         add("--repeats", type=positive_int, default=repeats, help="timed runs of each method")
     for name, default in sizes.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=size, default=default, help=SIZES[name])
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=new_tokens if name == "n_tokens" else positive_int,
+            default=default,
+            help=SIZES[name],
+        )
     return parser
 
 

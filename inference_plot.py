@@ -41,6 +41,14 @@ def draw_lines(axes, lines, xlabel, ylabel, title="", log=""):
     return axes
 
 
+def draw_dots(axes, dots, xlabel, ylabel, title=""):
+    """Draws {label: (x values, y values)} as small dots, so that thousands of them make a picture."""
+    for label, (x, y) in dots.items():
+        axes.plot(x, y, ".", markersize=1.5, label=label)
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    return axes
+
+
 # places of a label beside its dot, the best first: points to the right, points up, side of the text at them
 LABEL_PLACES = [
     (6 * side, y, {1: "left", -1: "right"}[side]) for y in (0, 9, -9, 18, -18) for side in (1, -1)

@@ -43,7 +43,7 @@ from inference_options import (  # noqa: F401
     script,
     share,
 )
-from inference_plot import draw_lines, draw_points, new_figure, save_figure
+from inference_plot import draw_dots, draw_lines, draw_points, new_figure, save_figure
 from inference_utils import (
     ROOT,
     TOLERANCE,
@@ -387,17 +387,23 @@ class Report:
             "approximate" if first is None and n < n_generated and method is not baseline else first is None
         ), first
 
-    def loss_of(self, model):
-        """Losses of a model on the windows of every report, float64 [n_windows], measured once a model."""
+    def loss_of(self, model, batch_size=16):
+        """Losses of a model on the windows of every report, float64 [n_windows], measured once a model.
+
+        batch_size: windows at once; more than 16 for a model that reads token by token.
+        """
         if self.valid is None:
             raise ValueError("losses need a text: Report(..., text=text), or loss=False in a Method")
         if id(model) not in self.losses:
-            self.losses[id(model)] = model, window_losses(model, self.valid, self.args.n_windows)
+            self.losses[id(model)] = (
+                model,
+                window_losses(model, self.valid, self.args.n_windows, batch_size=batch_size),
+            )
         return self.losses[id(model)][1]
 
-    def loss_figures(self, model, baseline):
+    def loss_figures(self, model, baseline, batch_size=16):
         """Loss of a model, its difference to the baseline's, and that one's standard error by pairs."""
-        losses = self.loss_of(model)
+        losses = self.loss_of(model, batch_size)
         figures = {"valid_loss": losses.mean().item()}
         if model is not baseline:
             difference, se = loss_difference(losses, self.loss_of(baseline))
@@ -491,6 +497,10 @@ class Report:
         self.panels.append(
             partial(draw_lines, lines=lines, xlabel=xlabel, ylabel=ylabel, title=title, log=log)
         )
+
+    def plot_dots(self, dots, xlabel, ylabel, title=""):
+        """Adds a panel with a cloud of dots without lines: {label: (x values, y values)}."""
+        self.panels.append(partial(draw_dots, dots=dots, xlabel=xlabel, ylabel=ylabel, title=title))
 
     def plot_points(self, points, xlabel, ylabel, title=""):
         """Adds a panel with labelled points: {label: (x, y)}."""

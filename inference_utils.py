@@ -654,6 +654,19 @@ def cached_logits(model, tokens, prompt_len):
 
 
 @torch.no_grad()
+def answer_losses(model, texts, n_prompt):
+    """What the tokens behind a prompt cost, fed one by one behind it.
+
+    Args: model: (token ids, cache) -> (logits, cache); texts [n, T + 1].
+    Returns: the mean loss of each text's tokens from n_prompt + 1 on, float64 [n]; all logits [n, T, V]; the
+        cache at the end.
+    """
+    logits, cache = cached_logits(model, texts[:, :-1], n_prompt)  # [n, T, V]
+    losses = F.cross_entropy(logits[:, n_prompt:].float().mT, texts[:, n_prompt + 1 :], reduction="none")
+    return losses.mean(dim=1).cpu().double(), logits, cache
+
+
+@torch.no_grad()
 def served_as_alone(model, outputs, requests, margin=0.0):
     """Whether every request got what it gets alone; one forward tells for a whole output.
 

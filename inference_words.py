@@ -163,6 +163,48 @@ def crossover(rows, size, one, other):
     return Reason(f"{one} is faster than {other} at {size} {', '.join(map(str, wins))}, not at the others.")
 
 
+def stops_costing(rows, size, one, other, most=1.1):
+    """From which size on `one` takes at most `most` times as long as `other`, in the rows of a sweep."""
+    both = [row for row in rows if known(row.get(one), row.get(other)) and row[other] > 0]
+    ratios = [(row[size], row[one] / row[other]) for row in both]
+    if not ratios:
+        return Reason(f"{one} and {other} were not both measured at any {size}.")
+    free = ratios[max((i + 1 for i, (_, ratio) in enumerate(ratios) if ratio > most), default=0) :]
+    least, last = min(ratio for _, ratio in ratios), ratios[-1]
+    figures = f"{ratios[0][1]:.2f} times at {ratios[0][0]}, {last[1]:.2f} at {last[0]}"
+    if not free:
+        return Reason(
+            f"The time of {one} is more than {most} times that of {other} up to {size} {last[0]} ({figures}, "
+            f"at least {least:.2f})."
+        )
+    if len(free) == len(ratios):
+        return Reason(
+            f"The time of {one} is at most {most} times that of {other} at every {size} ({figures})."
+        )
+    start = f"from {size} {free[0][0]} on"
+    return Reason(f"The time of {one} is at most {most} times that of {other} {start} ({figures}).")
+
+
+def hidden(few, many, size):
+    """How much of two things that run at once is hidden, from the rows of two sizes with a share "hidden"."""
+    a, b = few.get("hidden"), many.get("hidden")
+    if not known(a, b):
+        return Reason("How much is hidden was not measured.")
+    figures = (
+        f"{100 * a:.0f}% of the shorter of the two at {size} {few[size]}, {100 * b:.0f}% at {many[size]}"
+    )
+    return choose(
+        min(a, b),
+        (0.8, f"Copying and computing hide each other well ({figures})."),
+        (0.2, f"Copying and computing hide each other in part ({figures})."),
+        choose(
+            max(a, b),
+            (0.2, f"Copying and computing hide each other only at one of the sizes ({figures})."),
+            f"Copying and computing take nearly as long at once as one after the other ({figures}).",
+        ),
+    )
+
+
 def pays_back(once, saved, unit, what="uses"):
     """After how many uses something that costs `once` and saves `saved` each time has paid (same unit)."""
     if not known(once, saved):
@@ -254,4 +296,105 @@ def recovery(row, n_steps):
         (max(whole, 0.05), f"Training on brings {name} all the way back {figures}."),
         (0.05, f"Training on brings {name} {100 * share:.0f}% of the way back {figures}."),
         f"Training on does not bring {name} back {figures}.",
+    )
+
+
+def split_pays(rows, size, whole, cost, parts):
+    """From which size on it pays to split work over processors of their own, computed from measured times.
+
+    Splitting spares all but 1/parts of the work, and adds a cost that one process does not have.
+    Args: rows of a sweep; whole: column of the ms of one process; cost: column of the ms that are added.
+    """
+    rows = [row for row in rows if known(row.get(whole), row.get(cost))]
+    if parts < 2 or not rows:
+        return Reason("Nothing was split in this run, so it does not tell when splitting pays.")
+    gains = [(row[size], row[whole] * (1 - 1 / parts), row[cost]) for row in rows]
+    wins = [n for n, spared, added in gains if spared > added]
+
+    def figures(n):
+        spared, added = next((spared, added) for m, spared, added in gains if m == n)
+        return f"at {n} it spares {number(spared)} ms and adds {number(added)}"
+
+    head = f"With {parts} machines as fast as this one behind the same links (computed) splitting"
+    first, last = gains[0][0], gains[-1][0]
+    if not wins:
+        return Reason(f"{head} would pay at no {size} from {first} to {last}: {figures(last)}.")
+    if len(wins) == len(gains):
+        return Reason(f"{head} would pay at all {size} from {first} to {last}: {figures(first)}.")
+    if wins == [n for n, *_ in gains][-len(wins) :]:
+        return Reason(f"{head} would pay from {size} {wins[0]} on: {figures(wins[0])}, {figures(first)}.")
+    return Reason(f"{head} would pay at {size} {', '.join(map(str, wins))}, not at the others.")
+
+
+def at_size(row, size, one, other, what):
+    """How two columns of a sweep's row stand to each other: what they are, where lower is better."""
+    rows = [{"method": name, what: row.get(name)} for name in (one, other)]
+    return about(f"at {number(row[size])} {size}", compare(*rows, what))
+
+
+def growth(rows, size, names):
+    """How the times of a sweep grow over its last two sizes: as a power of the size, in words and figures."""
+    if len(rows) < 2:
+        return Reason(f"There is one {size} in this run: it does not tell how a time grows.")
+    before, last = rows[-2:]
+    parts = []
+    for name in names:
+        a, b = before.get(name), last.get(name)
+        if not known(a, b) or min(a, b) <= 0:
+            parts.append(f"that of {name} was not measured")
+            continue
+        power = math.log(b / a) / math.log(last[size] / before[size])
+        how = choose(
+            power,
+            (1.5, "grows quadratically"),
+            (0.75, "grows linearly"),
+            (0.25, "grows more slowly than the size"),
+            "does not grow",
+        )
+        parts.append(f"the time of {name} {how.lower()} (power {power:.2f})")
+    return Reason(f"From {size} {number(before[size])} to {number(last[size])} {', '.join(parts)}.")
+
+
+def state_size(name, state_bytes, kv_bytes_per_token, context):
+    """A memory of fixed size against a cache that grows: its worth in tokens, and what it saves."""
+    if not known(state_bytes, kv_bytes_per_token) or min(state_bytes, kv_bytes_per_token) <= 0:
+        return Reason(f"The bytes of {name} or of a cached token were not counted.")
+    n = state_bytes / kv_bytes_per_token
+    holds = (
+        f"{name} takes {number(state_bytes / 1e3)} kB at every length, as keys and values of {n:.0f} tokens"
+    )
+    return choose(
+        context / n,
+        (1.001, f"{holds}: {context / n:.1f} times less than the cache at {context} tokens."),
+        f"{holds}: no less than the cache at {context} tokens, so it saves nothing there.",
+    )
+
+
+def idle(row, measured, expected):
+    """Whether the ranks of a row idle for about as long as their schedule says, from two shares of it."""
+    a, b = row.get(measured), row.get(expected)
+    if not known(a, b):
+        return Reason(f"How long the ranks of {row['method']} idle was not measured.")
+    figures = f"of the time ({100 * a:.0f}% against {100 * b:.0f}% by the schedule)"
+    return choose(
+        a - b,
+        (
+            0.1,
+            f"{row['method']} idles for more {figures}: sending, waking up and unequal stages are the rest.",
+        ),
+        (-0.1, f"{row['method']} idles as its schedule says {figures}."),
+        f"{row['method']} idles for less {figures} than equal stages would.",
+    )
+
+
+def load(loads, who):
+    """Whether ranks get equal work, from how much each of them got; the busiest makes the others wait."""
+    if len(loads) < 2 or not sum(loads):
+        return Reason("There is one rank, which does all the work.")
+    most = max(loads) * len(loads) / sum(loads)
+    figures = f"the busiest rank has {most:.2f} times its share"
+    return choose(
+        most,
+        (1.1, f"{who} loads the ranks unevenly: {figures}, and all others wait for it."),
+        f"{who} loads the ranks evenly: {figures}.",
     )

@@ -32,6 +32,7 @@ VALIDATION_PLAYS = (  # about 10% of the characters: a comedy, a history, a roma
     "romances/a-winter-s-tale",
     "tragedies/macbeth",
 )
+VALIDATION_LENGTHS = (118_767, 126_215, 137_912, 95_856)  # characters, each with the newline behind it
 CACHE_PATH = Path(__file__).resolve().parent / "shakespeare.txt"
 N_PLAYS = 38
 TEXT_SHA256 = "58a7a68313212bd9ace299b683c9c94ed9b05b3869dbfe42d8193af4ea60f2af"
@@ -216,6 +217,19 @@ def get_shakespeare_data(path=None):
         n_train = len(text) - len(text) // 10
     data = torch.tensor(encode(text), dtype=torch.int64)  # [N]
     return len(VOCABULARY), data[:n_train], data[n_train:], encode, decode
+
+
+def validation_plays(valid, own=False):
+    """Three parts of the text that training never sees: a comedy, a history and a tragedy.
+
+    Args: valid: its tokens [N]; own: whether they are of a text of one's own, which is cut into thirds.
+    Returns: {name: tokens}.
+    """
+    if own:
+        return {f"part {i}": part for i, part in enumerate(valid.tensor_split(3), 1)}
+    names = [play.rpartition("/")[2] for play in VALIDATION_PLAYS]
+    plays = dict(zip(names, valid.split(list(VALIDATION_LENGTHS)), strict=True))
+    return {name: plays[name] for name in (names[0], names[1], names[3])}
 
 
 def check_length(data, seqlen, part="the text"):

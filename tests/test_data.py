@@ -45,6 +45,19 @@ def test_text_is_pinned(parts, text):
     assert shakespeare.sha256(text.encode("ascii")) == TEXT_SHA256 == shakespeare.TEXT_SHA256
 
 
+def test_validation_plays(parts, markdown):
+    """Each begins and ends where it does alone; they are three of the four, and of an own text thirds."""
+    valid = torch.tensor(shakespeare.encode(parts[1]))
+    plays = shakespeare.validation_plays(valid)
+    assert [*plays] == ["as-you-like-it", "richard-ii", "macbeth"]
+    for path, text in markdown.items():
+        if path.stem in plays:
+            alone = shakespeare.play_to_text(text)
+            assert shakespeare.decode(plays[path.stem]).rstrip("\n") == alone.rstrip("\n")
+    thirds = shakespeare.validation_plays(torch.arange(10), own=True)
+    assert torch.cat([*thirds.values()]).tolist() == list(range(10)) and len(thirds) == 3
+
+
 def test_all_plays_are_there(markdown):
     assert len(markdown) == shakespeare.N_PLAYS
     names = {f"{path.parent.name}/{path.stem}" for path in markdown}

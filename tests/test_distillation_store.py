@@ -128,6 +128,7 @@ def test_mean_squared_error_of_what_the_teacher_rules_out():
         logit_mse(student[:1], teacher)
 
 
+@pytest.mark.slow
 def test_quick_run(checkpoint):
     run = run_script("more/distillation_store.py", "--quick", "--json", "-", checkpoint=checkpoint)
     assert run.status == 0, run.stderr

@@ -175,6 +175,7 @@ def test_cuda(dtype):
         assert_close(ours.float(), theirs.float(), 1e-4 if dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.slow
 def test_script(tmp_path):
     figure = tmp_path / "figure.png"
     arguments = ("--quick", "--json", "-", "--plot", figure)

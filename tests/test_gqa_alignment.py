@@ -91,6 +91,7 @@ def test_hooks_go_even_if_the_model_fails():
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     if distilled_checkpoint != utils.GPTLITE_DISTILLED_CKPT_PATH:
         pytest.skip("the order of losses needs trained weights, and there are none")

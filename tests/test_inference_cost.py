@@ -17,6 +17,7 @@ from inference_cost import (
     Ceilings,
     Cost,
     best_seconds,
+    disk_bytes_per_s,
     forward_cost,
     last_level_cache_bytes,
     limit_of,
@@ -211,3 +212,25 @@ def test_ceilings_of_this_machine():
     ceilings = measure_ceilings(CPU, seconds=0.01)
     assert ceilings.flops_per_s > 1e8 and ceilings.bytes_per_s > 1e7
     assert last_level_cache_bytes(CPU) >= 1_000_000
+
+
+def test_a_file_is_read_from_the_disk(monkeypatch):
+    """On the disk and forgotten before the clock starts; nothing where the system does not forget."""
+    if not hasattr(inference_cost.os, "posix_fadvise"):
+        pytest.skip("this system keeps what it has read")
+    calls = []
+
+    class Clock(utils.Timer):
+        def __enter__(self):
+            calls.append("clock")
+            return super().__enter__()
+
+    monkeypatch.setattr(inference_cost, "Timer", Clock)
+    for name in ("fsync", "posix_fadvise"):
+        real = getattr(inference_cost.os, name)
+        spy = lambda *args, real=real, name=name: (calls.append(name), real(*args))  # noqa: E731
+        monkeypatch.setattr(inference_cost.os, name, spy)
+    assert 1e5 < disk_bytes_per_s(100_000, repeats=2) < 1e12
+    assert calls == ["fsync", "posix_fadvise", "clock"] * 2
+    monkeypatch.delattr(inference_cost.os, "posix_fadvise")
+    assert disk_bytes_per_s(100_000) is None

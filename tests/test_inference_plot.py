@@ -42,6 +42,14 @@ def test_one_line_needs_no_legend():
     assert axes.get_legend() is None and axes.get_xscale() == axes.get_yscale() == "linear"
 
 
+def test_dots():
+    _, axes = plot.new_figure()
+    plot.draw_dots(axes, {"kept": ([1, 1, 2], [0, 1, 1])}, "step", "token", "Title")
+    (dots,) = axes.lines
+    assert dots.get_xydata().tolist() == [[1, 0], [1, 1], [2, 1]] and dots.get_linestyle() == "None"
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title()) == ("step", "token", "Title")
+
+
 def boxes(axes):
     axes.figure.canvas.draw()
     return [text.get_window_extent() for text in axes.texts]

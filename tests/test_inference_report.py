@@ -316,7 +316,9 @@ def test_losses_need_a_text(run):
 
 def test_losses_are_measured_once_a_model(run, monkeypatch):
     calls, original = [], harness.window_losses
-    monkeypatch.setattr(harness, "window_losses", lambda *args: calls.append(args[0]) or original(*args))
+    monkeypatch.setattr(
+        harness, "window_losses", lambda *args, **sizes: calls.append(args[0]) or original(*args, **sizes)
+    )
     one, two = tiny_model(GPTlite), tiny_model(GPTlite, seed=1)
     methods = [
         Method("a", generate, one),
@@ -628,12 +630,13 @@ def test_figure_of_a_run(run, tmp_path):
         report.plot_steps(["base, batch 1"])
         report.plot_sweep("By size")
         report.plot_points({"one": (1.0, 2.0), "none": (1.0, None)}, "speed", "memory")
+        report.plot_dots({"held": ([1, 2], [1, 1])}, "step", "token held")
         report.finish()
 
     path = tmp_path / "figure.svg"
     assert run(body, "--plot", path).status == 0
     text = path.read_text()
-    for word in ("Time per token", "By size", "generated token", "speed", "memory", "one"):
+    for word in ("Time per token", "By size", "generated token", "speed", "memory", "one", "token held"):
         assert f"<!-- {word} -->" in text
     assert "<!-- none -->" not in text
 

@@ -846,6 +846,18 @@ def test_first_wrong_choice(model_class):
     assert utils.first_wrong_choice(lambda x: tiny_model(GPTlite)(x) * math.nan, output, starts, 4, 9.0) == 0
 
 
+@pytest.mark.parametrize("n_prompt", [1, 5, 10])
+def test_answer_losses(n_prompt):
+    """The tokens behind a prompt and behind the one that the prompt predicts, each judged by its own text."""
+    texts, model = random_tokens(3, 12), tiny_model(GPTlite)
+    losses, logits, cache = utils.answer_losses(tiny_model(GPTlite_KVCache), texts, n_prompt)
+    expected = model(texts[:, :-1])
+    assert_close(logits, expected)
+    picked = expected.log_softmax(dim=-1).gather(-1, texts[:, 1:, None])[..., 0]
+    assert_close(losses, -picked[:, n_prompt:].mean(dim=1), 1e-5)  # cross entropy in float32
+    assert cache[0][0].shape[-2] == 11
+
+
 @given(st.integers(1, 16), st.integers(0, 16))
 def test_cached_logits(n_tokens, prompt_len):
     tokens, model = random_tokens(2, n_tokens), tiny_model(GPTlite_KVCache)

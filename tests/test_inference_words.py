@@ -68,6 +68,14 @@ OUTCOMES = {
             [(None, 1), (NAN, 1), (1, None)],  # unknown
         )
     ],
+    "stops_costing": [
+        (sweep(*pairs), "size", "new", "old")
+        for pairs in ([(3, 1), (1, 1)], [(1, 1), (1, 2)], [(1, 1), (2, 1)], [(None, 1), (NAN, 1)])
+    ],
+    "hidden": [
+        ({"size": 1, "hidden": a}, {"size": 2, "hidden": b}, "size")
+        for a, b in ((0.9, 1.0), (0.5, 0.9), (0.0, 0.9), (0.0, 0.1), (None, 0.5))
+    ],
     "pays_back": [(6.0, 2.0, "ms"), (6.0, 0.0, "ms"), (6.0, NAN, "ms")],
     "bounds": [
         ({"step": 10.0}, {"step": Cost(2e6, 1e6)}, CEILINGS),
@@ -78,12 +86,39 @@ OUTCOMES = {
         *((row(tpot_ms=1.0), row(tpot_ms=ms), 8) for ms in (1.0, 3.0, 8.0, 12.0, None)),
         (row(tpot_ms=1.0), row(tpot_ms=1.0), 1),
     ],
+    "split_pays": [
+        ([{"width": i, "one": a, "added": b} for i, (a, b) in enumerate(pairs)], "width", "one", "added", n)
+        for n, pairs in (
+            (2, [(1, 2), (9, 2)]),  # pays at the end
+            (2, [(9, 2), (1, 2), (9, 2)]),  # in between it does not
+            (2, [(9, 2), (9, 2)]),  # everywhere
+            (2, [(1, 2), (1, 2)]),  # nowhere
+            (1, [(9, 0)]),  # nothing is split
+        )
+    ],
+    "idle": [
+        (row(is_idle=a, says=b), "is_idle", "says")
+        for a, b in ((0.6, 0.1), (0.15, 0.1), (0.1, 0.5), (None, 0.1))
+    ],
+    "load": [([9, 1], "the router"), ([5, 5], "the router"), ([7], "the router")],
     "part": [("attention", ms, 10.0, "step") for ms in (8.0, 2.0, None)],
+    "at_size": [
+        ({"pairs": 8, "new": new, "old": 2.0}, "pairs", "new", "old", "error")
+        for new in (1.0, 3.0, 2.0, None)
+    ],
+    "growth": [
+        ([{"tokens": 1, "x": 1.0}, {"tokens": 4, "x": x}][:n], "tokens", ["x"])
+        for x, n in ((16.0, 2), (4.0, 2), (2.0, 2), (1.0, 2), (NAN, 2), (None, 2), (1.0, 1))
+    ],
+    "state_size": [("a state", 3200, 100, 256), ("a state", 3200, 100, 32), ("a state", None, 100, 256)],
     "recovery": [
         (trained(*figures), 100) for figures in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.2), (0.0, 0.0), (1.0, None))
     ],
 }
-EQUAL_WORDS = {"batching": 1}  # a batch that takes 8 and one that takes 12 times as long both save nothing
+EQUAL_WORDS = {
+    "batching": 1,
+    "growth": 1,
+}  # a batch that takes 8 and one that takes 12 times as long both save nothing
 
 
 def texts_of(name):
@@ -258,3 +293,39 @@ def test_batching():
     assert "as long for the batch as for one" in text(1.1) and "ride along" not in text(2.0)
     assert "each costs 0.25 of a step alone" in text(2.0)
     assert "saves nothing" in text(7.9) and "saves nothing" in text(20.0)
+
+
+def test_split_pays_is_computed_from_what_it_spares_and_adds():
+    def text(*pairs, parts=2):
+        rows = [{"width": 10 * i, "one": a, "added": b} for i, (a, b) in enumerate(pairs, 1)]
+        return words.split_pays(rows, "width", "one", "added", parts)
+
+    from_20 = text((1.0, 0.6), (2.0, 0.6), (4.0, 0.6))
+    assert "pay from width 20 on: at 20 it spares 1 ms and adds 0.6, at 10 it spares 0.5 ms" in from_20
+    assert "pay at no width from 10 to 20: at 20 it spares 0.5 ms and adds 9" in text((1.0, 9.0), (1.0, 9.0))
+    assert "pay at all width from 10 to 20: at 10 it spares 2 ms" in text((3.0, 1.0), (9.0, 1.0), parts=3)
+    assert "pay at width 10, not at the others" in text((4.0, 1.0), (1.0, 1.0))
+    for nothing in (text((1.0, 0.0), parts=1), text(), text((NAN, 1.0), (1.0, None))):
+        assert "does not tell" in nothing and "pay at" not in nothing
+
+
+def test_growth():
+    def rows(a, b):
+        return [{"tokens": 1024, "x": a}, {"tokens": 4096, "x": b}]
+
+    outcomes = {16.0: "grows quadratically (power 2.00)", 4.0: "grows linearly (power 1.00)"}
+    outcomes |= {2.0: "grows more slowly than", 1.0: "does not grow (power 0.00)"}
+    for factor, expected in outcomes.items():
+        sentence = words.growth(rows(3.0, 3.0 * factor), "tokens", ["x"])
+        assert f"the time of x {expected}" in sentence and sentence.startswith("From tokens 1,024 to 4,096")
+    assert "x was not measured" in words.growth(rows(None, 3.0), "tokens", ["x"])
+    assert "x was not measured" in words.growth(rows(3.0, float("nan")), "tokens", ["x"])
+    assert "does not tell" in words.growth(rows(1.0, 2.0)[:1], "tokens", ["x"])
+
+
+def test_state_size():
+    assert "keys and values of 32 tokens: 8.0 times less" in words.state_size("a state", 3200, 100, 256)
+    assert "saves nothing" in words.state_size("a state", 3200, 100, 32)
+    assert "saves nothing" in words.state_size("a state", 3200, 100, 8)
+    assert "not counted" in words.state_size("a state", None, 100, 256)
+    assert "not counted" in words.state_size("a state", 3200, 0, 256)

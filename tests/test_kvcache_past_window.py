@@ -108,6 +108,7 @@ def test_loss_past_the_window(window, n_past, stride, rule, data):
     assert_close(losses.mean().item(), loss_by_hand(streams, window, rule, stride), 1e-5)
 
 
+@pytest.mark.slow
 def test_script():
     run = run_script("more/kvcache_past_window.py", "--quick", "--json", "-")
     assert run.status == 0 and all(run.json["checks"].values())

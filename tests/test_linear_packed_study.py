@@ -1,5 +1,6 @@
 """The study of products: the layers it multiplies, and the script."""
 
+import pytest
 import torch
 from helpers import assert_close, run_script, tiny_model
 
@@ -18,6 +19,7 @@ def test_every_linear_layer_is_multiplied():
         assert_close(out, x @ layer.weight.T + layer.bias)
 
 
+@pytest.mark.slow
 def test_script():
     run = run_script("more/linear_packed_study.py", "--quick", "--json", "-")
     if not can_pack(torch.zeros(2, 2)):

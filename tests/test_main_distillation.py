@@ -329,6 +329,7 @@ def test_a_run_that_diverges_leaves_all_files(tiny_run, monkeypatch, tmp_path, c
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_variants_and_the_shipped_student(tiny_run, tmp_path, capsys):
     output = tmp_path / "one.pth"
     assert tiny_run("--steps", "3", "--temperature", "0.0003", "--output", str(output)) == 0

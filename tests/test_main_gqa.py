@@ -66,6 +66,7 @@ def test_script(distilled_checkpoint, tmp_path):
     assert "GQA 1, mean" in report["why"][3] and "control after 1 steps" in report["why"][3]
 
 
+@pytest.mark.slow
 def test_script_in_16_bits(distilled_checkpoint):
     """Losses and bytes are those of the type: nothing is halved for a run that was not."""
     run = run_script(

@@ -91,6 +91,7 @@ def test_script(tmp_path):
     assert figure.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_no_predictions_without_ceilings_of_another_machine():
     options = ("--quick", "--batches", 2, "--prompts", 3, "--max-tokens", 512, "--json", "-")
     run = run_script("main_roofline.py", *options)

@@ -83,6 +83,7 @@ def run_training(monkeypatch, *args):
     return 0
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_to_the_same_weights(monkeypatch, tmp_path, capsys):
     own_text = tmp_path / "own text.txt"
     own_text.write_text("To be, or not to be, that is the question:\n" * 80)

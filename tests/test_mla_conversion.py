@@ -145,6 +145,7 @@ def test_divergence():
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     if distilled_checkpoint != utils.GPTLITE_DISTILLED_CKPT_PATH:
         pytest.skip("the order of losses needs trained weights, and there are none")

@@ -184,6 +184,7 @@ def test_more_beams_than_the_vocabulary_has(n_tokens):
         assert_close(scores, torch.tensor(sorted(total)[:-7:-1], dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_script(checkpoint):
     run = run_script("more/paged_sharing.py", "--quick", "--json", "-", checkpoint=checkpoint)
     assert run.status == 0, run.stderr + run.stdout

@@ -238,6 +238,7 @@ def test_what_exceeds_the_context_and_an_empty_prompt_are_refused():
         generate_with_store(model, PrefixStore(10**6), random_tokens(1, 5)[:, :0], 4, CONTEXT)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint):
     options = ["--quick", "--repeats", "2", "--json", "-"]
     run = run_script("more/prefix_cache_chat.py", *options, checkpoint=distilled_checkpoint)
@@ -257,6 +258,7 @@ def test_script(distilled_checkpoint):
         assert low <= row["tokens_per_s"] <= high and row["ttft_ms_spread"]
 
 
+@pytest.mark.slow
 def test_one_turn_and_too_many_turns(distilled_checkpoint):
     script, options = "more/prefix_cache_chat.py", ["--quick", "--json", "-", "--n-turns"]
     run = run_script(script, *options, "1", "--n-chats", "1", checkpoint=distilled_checkpoint)

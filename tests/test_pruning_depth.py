@@ -92,6 +92,7 @@ def test_narrower_models_of_as_many_parameters(n_blocks):
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "figure.png"
     args = ("--quick", "--json", "-", "--plot", figure)

@@ -92,6 +92,7 @@ def test_scores_depend_on_the_text_and_the_seed_alone():
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "figure.png"
     args = ("--quick", "--json", "-", "--plot", figure)

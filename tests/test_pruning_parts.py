@@ -119,6 +119,7 @@ def test_channel_importance_by_hand():
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "figure.png"
     args = ("--quick", "--json", "-", "--plot", figure)

@@ -219,6 +219,7 @@ def test_on_cuda(tmp_path):
 # The script
 
 
+@pytest.mark.slow
 def test_script(checkpoint, tmp_path):
     figure = tmp_path / "levels.png"
     options = ["--quick", "--json", "-", "--plot", figure]

@@ -318,6 +318,7 @@ def test_every_answer_given_before_a_kill_is_there_after_it(make):
     assert_consistent(cache)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint):
     run = run_script("more/semantic_production.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr

@@ -92,6 +92,7 @@ def test_pairs_are_scored_and_hit_as_a_cache_hits_them():
     assert len(calls) == 1 and len(calls[0]) == len(set(calls[0]))
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "curve.png"
     options = ["--quick", "--json", "-", "--plot", figure]
