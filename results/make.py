@@ -32,6 +32,7 @@ RUNS = {  # what differs from a script without options; a name of its own where 
     "kvcache_compiled": ["more/kvcache_compiled.py", "--peers"],
     "continuous_batching": ["main_continuous_batching.py", "--peers"],
     "benchmark": ["main_benchmark.py", "--peers"],
+    "quest": ["main_quest.py", "--budgets", "16", "32", "64"],
     "distillation_long": ["main_distillation.py", "--steps", "8000", "--alpha", "0"],
     "pruning_long": ["main_pruning.py", "--steps", "500"],
 }

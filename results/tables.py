@@ -27,6 +27,12 @@ def at(rows, key, value):
     return next((line for line in rows if line[key] == value), rows[-1])
 
 
+def evicted(report, rule, budget):
+    """The line of a rule at a budget in the report of main_kv_eviction.py."""
+    lines = [line for line in sweep(report, "Loss against budget") if line["rule"] == rule]
+    return at(lines, "budget", budget)
+
+
 def faster(line, one, other):
     """How many times as fast `one` is as `other`, in a line of times."""
     return line[other] / line[one]
@@ -109,6 +115,7 @@ TABLE = [
             "more/semantic_threshold.py",
             "more/semantic_confirmation.py",
             "more/semantic_production.py",
+            "more/semantic_index.py",
         ],
         "exact": "approximate",
         "training": "no",
@@ -335,6 +342,354 @@ TABLE = [
             f"loss {row(r, 'SparseGPT by layer, 50%')['loss_difference']:+.3f} SparseGPT, "
             f"{row(r, 'Wanda by row, 50%')['loss_difference']:+.3f} Wanda, "
             f"{row(r, 'magnitude by layer, 50%')['loss_difference']:+.3f} magnitude"
+        ),
+    },
+    {
+        "technique": "Prompt Cache",
+        "script": "main_prompt_cache.py",
+        "deeper": [],
+        "exact": "approximate; exact for a prefix or a scaffold",
+        "training": "no",
+        "reduces": "time to the first token",
+        "gain": lambda r: (
+            f"TTFT {times(r, 'prompt cache', 'whole prompt', 'ttft_ms'):.1f} times lower, prefix cache "
+            f"{times(r, 'prefix cache', 'whole prompt', 'ttft_ms'):.1f}"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'prompt cache')['loss_difference']:+.3f}; "
+            f"{row(r, 'prompt cache')['stored_mb']:.1f} MB stored"
+        ),
+    },
+    {
+        "technique": "CacheBlend",
+        "script": "main_cacheblend.py",
+        "deeper": [],
+        "exact": "approximate; exact if all is recomputed",
+        "training": "no",
+        "reduces": "time to the first token",
+        "gain": lambda r: (
+            f"TTFT {times(r, 'recompute 15%', 'full prefill', 'ttft_ms'):.1f} times lower, prefix cache "
+            f"{times(r, 'prefix cache', 'full prefill', 'ttft_ms'):.1f}"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'recompute 15%')['loss_difference']:+.3f}, nothing recomputed "
+            f"{row(r, 'recompute 0%')['loss_difference']:+.3f}; "
+            f"{row(r, 'recompute 15%')['stored_mb']:.1f} MB stored"
+        ),
+    },
+    {
+        "technique": "cache-aware routing",
+        "script": "main_cache_routing.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "prompt tokens computed over replicas",
+        "gain": lambda r: (
+            f"{row(r, 'skewed: cache-aware')['found_share']:.0%} of the prompts found, in turns "
+            f"{row(r, 'skewed: round robin')['found_share']:.0%}"
+        ),
+        "cost": lambda r: (
+            f"bursts: {row(r, 'bursts: cache-aware')['imbalance']:.2f} times the mean load "
+            f"(in turns {row(r, 'bursts: round robin')['imbalance']:.2f})"
+        ),
+    },
+    {
+        "technique": "structured decoding",
+        "script": "main_structured_decoding.py",
+        "deeper": ["more/structured_distribution.py"],
+        "exact": "each text matches; not the model's distribution",
+        "training": "no",
+        "reduces": "invalid texts; steps, where text is forced",
+        "gain": lambda r: (
+            f"{row(r, 'record, jump-forward')['match']:.0%} match; a record in "
+            f"{1 / times(r, 'record, jump-forward', 'record, table', 'n_steps'):.0%} of the steps, "
+            f"{times(r, 'record, jump-forward', 'record, table', 'tokens_per_s'):.1f}x as fast"
+        ),
+        "cost": lambda r: "a row of the table a step: {:.3f} ms".format(
+            at(sweep(r, "Making the mask"), "tokens so far", None)["table"]
+        ),
+    },
+    {
+        "technique": "multi-LoRA serving",
+        "script": "main_multi_lora.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "an adapter each",
+        "reduces": "weights of many fine-tuned models; steps of a mixed batch",
+        "gain": lambda r: (
+            f"{times(r, 'gathered', 'merged copies', 'tokens_per_s'):.1f}x the tokens/s of merged copies, "
+            f"{times(r, 'gathered', 'merged copies', 'peak_memory_mb'):.1f}x less memory"
+        ),
+        "cost": lambda r: (
+            "one adapter: {:.2f} of the merged weights' speed; rank 8 is {:.1%} of the model".format(
+                faster(
+                    next(rows for name, rows in r["sweeps"].items() if "each adapter's" in name)[0],
+                    "gathered",
+                    "merged copies",
+                ),
+                at(sweep(r, "Memory of an adapter"), "rank", 8)["share of the model"],
+            )
+        ),
+    },
+    {
+        "technique": "offloading",
+        "script": "main_offloading.py",
+        "deeper": [],
+        "exact": "exact, bit for bit",
+        "training": "no",
+        "reduces": "weights in the device's memory",
+        "gain": lambda r: (
+            f"{row(r, 'two buffers')['weight_mb']:.1f} MB of weights on the device, not "
+            f"{row(r, 'resident')['weight_mb']:.1f}"
+        ),
+        "cost": lambda r: (
+            f"TPOT {1 / times(r, 'two buffers', 'resident'):.1f} times as long; with "
+            f"{sweep(r, 'One step')[-1]['tokens']} tokens a step "
+            f"{sweep(r, 'One step')[-1]['times resident']:.2f}"
+        ),
+    },
+    {
+        "technique": "tensor parallelism",
+        "script": "main_tensor_parallel.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "weights and cache of a rank",
+        "gain": lambda r: "2 ranks: {:.0%} of the weights, {:.0%} of the cache on each".format(
+            row(r, "2 ranks, batch 1")["n_parameters"] / row(r, "one process, batch 1")["n_parameters"],
+            row(r, "2 ranks, batch 1")["kv_bytes_per_token"]
+            / row(r, "one process, batch 1")["kv_bytes_per_token"],
+        ),
+        "cost": lambda r: "TPOT {:.1f} times higher here; a block of width {} {:.1f} times as fast".format(
+            times(r, "one process, batch 1", "2 ranks, batch 1"),
+            sweep(r, "A decode step")[-1]["width"],
+            faster(sweep(r, "A decode step")[-1], "2 ranks", "one process"),
+        ),
+    },
+    {
+        "technique": "pipeline parallelism",
+        "script": "main_pipeline_parallel.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "weights and cache of a rank",
+        "gain": lambda r: "2 stages: {:.0%} of the weights each, {:.2f} times a rank's tokens/s".format(
+            row(r, "2 stages, 1 group")["n_parameters"] / row(r, "one process, batch")["n_parameters"],
+            max(line["tokens_per_s"] or 0 for line in r["rows"] if "stages" in line["method"])
+            / row(r, "one process, a rank's threads")["tokens_per_s"],
+        ),
+        "cost": lambda r: "TPOT {:.1f} times higher with 2 groups, {:.0%} idle".format(
+            times(r, "one process, batch", "2 stages, 2 groups"), row(r, "2 stages, 2 groups")["idle"]
+        ),
+    },
+    {
+        "technique": "expert parallelism",
+        "script": "main_expert_parallel.py",
+        "deeper": [],
+        "exact": "exact (copied experts)",
+        "training": "a mixture, yes",
+        "reduces": "weights of a rank",
+        "gain": lambda r: "2 ranks: {:.0%} of the mixture's weights on each".format(
+            row(r, "mixture, 2 ranks")["n_parameters"] / row(r, "mixture, one process")["n_parameters"]
+        ),
+        "cost": lambda r: (
+            "{:.2f} times the tokens/s of the mixture in one process, {:.2f} of the dense".format(
+                times(r, "mixture, 2 ranks", "mixture, one process", "tokens_per_s"),
+                times(r, "mixture, 2 ranks", "dense", "tokens_per_s"),
+            )
+        ),
+    },
+    {
+        "technique": "sequence parallelism: Ulysses, ring",
+        "script": "main_sequence_parallel.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "cache of a rank, time of long prompts",
+        "gain": lambda r: (
+            "{tokens:,} tokens: attention {0:.2f} times as fast as one rank, cache {1:.2f}".format(
+                sweep(r, "Causal")[-1]["a rank alone"] / sweep(r, "Causal")[-1]["zigzag ring"],
+                row(r, "zigzag ring")["kv_bytes_per_token"] / row(r, "one process")["kv_bytes_per_token"],
+                **sweep(r, "Causal")[-1],
+            )
+        ),
+        "cost": lambda r: (
+            f"TPOT {1 / times(r, 'zigzag ring', 'one process'):.1f} times that of one process on all cores"
+        ),
+    },
+    {
+        "technique": "prefill-decode disaggregation",
+        "script": "main_disaggregation.py",
+        "deeper": [],
+        "exact": "exact",
+        "training": "no",
+        "reduces": "gaps between tokens",
+        "gain": lambda r: "160 + 16: p99 {:.1f} times lower than of replicas, {:.1f} with chunks".format(
+            times(r, "160 + 16: split", "160 + 16: 2 replicas", "tpot_p99_ms"),
+            times(r, "160 + 16: split", "160 + 16: 2 replicas, chunks", "tpot_p99_ms"),
+        ),
+        "cost": lambda r: (
+            f"tokens/s {row(r, '160 + 16: split')['speedup']:.2f} of the replicas', "
+            f"{row(r, '16 + 160: split')['speedup']:.2f} for 16 + 160"
+        ),
+    },
+    {
+        "technique": "sliding window, Longformer, BigBird",
+        "script": "main_sliding_window.py",
+        "deeper": [],
+        "exact": "against its mask; approximate to all keys",
+        "training": "no",
+        "reduces": "cache and keys read per token",
+        "gain": lambda r: (
+            f"cache {times(r, 'window 64', 'all keys', 'cache_bytes'):.0f} times smaller with 64 keys; "
+            f"prompt of 8192 {faster(sweep(r, 'Attention of a prompt')[-1], 'in blocks', 'all keys'):.1f} "
+            "times as fast"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'window 64')['loss_difference']:+.4f} with 64 keys, "
+            f"{row(r, 'window 32')['loss_difference']:+.3f} with 32"
+        ),
+    },
+    {
+        "technique": "StreamingLLM: text without end",
+        "script": "main_streaming_llm.py",
+        "deeper": ["more/streaming_sinks.py"],
+        "exact": "approximate past the context",
+        "training": "no",
+        "reduces": "tokens encoded for each token",
+        "gain": lambda r: (
+            f"{row(r, 're-encode 64')['encoded']:.2f} tokens encoded a token, not "
+            f"{row(r, 'recomputed')['encoded']}: {row(r, 're-encode 64')['speedup']:.1f} times the tokens/s"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 're-encode 64')['stream_difference']:+.3f} "
+            f"(last position {row(r, 'last position')['stream_difference']:+.2f}, "
+            f"cyclic {row(r, 'cyclic')['stream_difference']:+.2f})"
+        ),
+    },
+    {
+        "technique": "KV eviction: H2O, TOVA, SnapKV",
+        "script": "main_kv_eviction.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "cache, keys read per token",
+        "gain": lambda r: (
+            f"cache {times(r, 'H2O', 'all keys', 'cache_bytes'):.0f} times smaller, loss H2O "
+            f"{evicted(r, 'H2O', 32)['difference']:+.3f}, "
+            f"window {evicted(r, 'window', 32)['difference']:+.3f}"
+        ),
+        "cost": lambda r: (
+            f"TPOT {1 / times(r, 'H2O', 'all keys'):.1f}, "
+            f"TTFT {1 / times(r, 'H2O', 'all keys', 'ttft_ms'):.1f} of all keys' (H2O)"
+        ),
+    },
+    {
+        "technique": "Quest",
+        "script": "main_quest.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "keys that a decode step reads",
+        "gain": lambda r: (
+            f"attention over {sweep(r, 'Attention of a decode step')[-1]['keys']:,} keys "
+            f"{faster(sweep(r, 'Attention of a decode step')[-1], 'Quest', 'dense'):.1f} times as fast"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'Quest 32')['loss_difference']:+.4f} with 32 keys (window "
+            f"{row(r, 'window 32')['loss_difference']:+.3f}), cache "
+            f"{times(r, 'dense', 'Quest 32', 'kv_bytes_per_token'):.2f} times"
+        ),
+    },
+    {
+        "technique": "MoBA",
+        "script": "main_moba.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "none or a few steps",
+        "reduces": "keys that a query sees",
+        "gain": lambda r: (
+            f"attention over {sweep(r, 'Attention of a decode step')[-1]['keys']:,} keys "
+            f"{faster(sweep(r, 'Attention of a decode step')[-1], 'MoBA', 'dense'):.1f} times as fast, "
+            f"a prompt {faster(sweep(r, 'Attention of a prompt')[-1], 'MoBA', 'SDPA'):.1f}"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'MoBA 32')['loss_difference']:+.3f} with 32 keys, "
+            f"{row(r, 'MoBA 32')['uptrained_loss_difference']:+.3f} after training on"
+        ),
+    },
+    {
+        "technique": "DeepSeek sparse attention",
+        "script": "main_dsa.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "the indexers, then a few steps",
+        "reduces": "keys that a query reads",
+        "gain": lambda r: (
+            f"attention over {sweep(r, 'Attention of a decode step')[-1]['keys']:,} keys "
+            f"{faster(sweep(r, 'Attention of a decode step')[-1], 'DSA', 'dense'):.1f} times as fast"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'DSA 32')['loss_difference']:+.3f} with 32 keys "
+            f"(window {row(r, 'window 32')['loss_difference']:+.3f}), "
+            f"{row(r, 'DSA 32')['uptrained_loss_difference']:+.3f} trained on"
+        ),
+    },
+    {
+        "technique": "native sparse attention",
+        "script": "main_nsa.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "yes",
+        "reduces": "keys that a query reads",
+        "gain": lambda r: (
+            f"attention over {sweep(r, 'Attention of a decode step')[-1]['keys']:,} keys "
+            f"{faster(sweep(r, 'Attention of a decode step')[-1], 'NSA', 'dense'):.1f} times as fast"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'NSA')['loss_difference']:+.3f} with {row(r, 'NSA')['keys_read']:.0f} keys, "
+            f"{row(r, 'NSA')['uptrained_loss_difference']:+.3f} trained on "
+            f"(window {row(r, 'window')['uptrained_loss_difference']:+.3f})"
+        ),
+    },
+    {
+        "technique": "linear attention",
+        "script": "main_linear_attention.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "a few steps",
+        "reduces": "cache, to a state of fixed size",
+        "gain": lambda r: (
+            f"a state takes the bytes of "
+            f"{row(r, 'Mamba-2')['state_bytes'] / row(r, 'softmax')['kv_bytes_per_token']:.0f} tokens; "
+            f"step at {sweep(r, 'A decode step')[-1]['tokens']:,} tokens "
+            f"{faster(sweep(r, 'A decode step')[-1], 'one decay', 'SDPA'):.0f} times as fast"
+        ),
+        "cost": lambda r: (
+            "loss after equal steps: "
+            + ", ".join(
+                f"{name} {row(r, name)['loss_difference']:+.2f}" for name in ("elu + 1", "Mamba-2", "GLA")
+            )
+        ),
+    },
+    {
+        "technique": "delta rule",
+        "script": "main_delta_rule.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "a few steps",
+        "reduces": "cache, to a state of fixed size",
+        "gain": lambda r: (
+            "error of {pairs} pairs read back {delta:.2f}, where values are added {linear:.2f}".format(
+                **at(sweep(r, "N pairs"), "pairs", 16)
+            )
+        ),
+        "cost": lambda r: (
+            "loss after equal steps: "
+            + ", ".join(
+                f"{name} {row(r, name)['loss_difference']:+.2f}"
+                for name in ("DeltaNet", "Gated DeltaNet", "KDA")
+            )
         ),
     },
     {
