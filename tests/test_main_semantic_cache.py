@@ -252,7 +252,11 @@ def test_raising_the_threshold_loses_the_paraphrase_first(encoder):
 
 
 def test_script(distilled_checkpoint):
-    run = run_script("main_semantic_cache.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint)
+    options = {
+        "checkpoint": distilled_checkpoint,
+        "fresh": True,
+    }  # a bar is switched off before it is imported
+    run = run_script("main_semantic_cache.py", "--quick", "--json", "-", **options)
     assert run.status == 0, run.stderr
     assert "Loading" not in run.stderr
     assert run.json["checks"] and all(run.json["checks"].values())
@@ -266,6 +270,6 @@ def test_script(distilled_checkpoint):
 
 
 def test_bad_option_is_one_line():
-    run = run_script("main_semantic_cache.py", "--quick", "--threshold", "2")
+    run = run_script("main_semantic_cache.py", "--quick", "--threshold", "2", fresh=True)
     assert run.status == 2 and run.stdout == ""
     assert len(run.stderr.strip().splitlines()) == 1 and "2" in run.stderr

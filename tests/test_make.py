@@ -75,6 +75,7 @@ def test_reports_are_of_scripts_that_are_there(path):
 REPORT = {
     "command": ["main_kvcache.py"],
     "config": {
+        "quick": False,
         "device": "cpu",
         "device_name": "Some CPU (R) 9000",
         "threads": 2,
@@ -159,6 +160,21 @@ def test_a_run_that_fails_keeps_the_old_report(tmp_path, monkeypatch, capsys):
     made = make.run("kvcache", ["main_kvcache.py", "--n-tokens", "nonsense"], tmp_path, tmp_path)
     assert made is None and not list(tmp_path.glob("*.json"))
     assert "status 2" in capsys.readouterr().out
+
+
+def test_cells_of_tiny_runs():
+    """Sizes differ there: any row of a method will do, and what is missing is a dash; else it is an error."""
+    entry = next(entry for entry in tables.TABLE if entry["technique"] == "KV cache")
+    report = copy.deepcopy(REPORT)
+    report["config"]["quick"] = True
+    for row in report["rows"]:
+        row["method"] = row["method"].replace("batch 8", "batch 2")
+    assert tables.cells(entry, {"kvcache": report})[0] == "TPOT 4.0 times lower, batch 8 4.0"
+    report["rows"] = report["rows"][:1]
+    assert tables.cells(entry, {"kvcache": report}) == ("-", "-")
+    report["config"]["quick"] = False
+    with pytest.raises(LookupError):
+        tables.cells(entry, {"kvcache": report})
 
 
 @pytest.mark.slow

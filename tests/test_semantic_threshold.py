@@ -96,7 +96,7 @@ def test_pairs_are_scored_and_hit_as_a_cache_hits_them():
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "curve.png"
     options = ["--quick", "--json", "-", "--plot", figure]
-    run = run_script("more/semantic_threshold.py", *options, checkpoint=distilled_checkpoint)
+    run = run_script("more/semantic_threshold.py", *options, checkpoint=distilled_checkpoint, fresh=True)
     assert run.status == 0, run.stderr
     assert figure.stat().st_size > 1000 and "Loading" not in run.stderr
     assert run.json["checks"] and all(run.json["checks"].values())
