@@ -270,7 +270,7 @@ def test_a_lost_rank_ends_the_run(how, line, start):
 def test_the_first_rank_ends(how, number, start):
     """Whatever the others do: wait for what to do, or work."""
     run = start("--how", how)
-    assert run.stdout.readline() == "waiting\n"
+    assert run.stdout.readline().startswith("waiting")  # two ranks may write at once
     assert len(left_behind(run.mark)) >= 2
     run.send_signal(number)
     _, err = run.communicate(timeout=30)
@@ -282,7 +282,7 @@ def test_the_first_rank_ends(how, number, start):
 @pytest.mark.slow
 def test_a_rank_dies_while_the_first_is_busy(start):
     run = start("--how", "idle")
-    assert run.stdout.readline() == "waiting\n"
+    assert run.stdout.readline().startswith("waiting")  # two ranks may write at once
     ranks = [p for p in left_behind(run.mark) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
     assert len(ranks) == 1
     os.kill(ranks[0], signal.SIGKILL)
