@@ -236,6 +236,14 @@ def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600, 
     return SimpleNamespace(status=status, json=report, stdout=stdout, stderr=stderr)
 
 
+def quick_report(script, folder, checkpoint):
+    """The report of a quick run that also draws its figure into a folder; fails unless it ends well."""
+    run = run_script(script, "--quick", "--json", "-", "--plot", "a.png", cwd=folder, checkpoint=checkpoint)
+    assert run.status == 0, run.stderr + run.stdout
+    assert all(run.json["checks"].values()) and (Path(folder) / "a.png").stat().st_size > 1000
+    return run.json
+
+
 def large_scores(dtype):
     """Cases whose scores overflow 16 bits before they are scaled: (Q, K, V [1, 1, 2, 64], causal output).
 

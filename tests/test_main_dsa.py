@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import run_script, tiny_model
+from helpers import quick_report, tiny_model
 from test_gptlite_dsa import dsa_model
 
 import inference_utils as utils
@@ -45,18 +45,7 @@ def test_sparse_training_trains_both():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
-    run = run_script(
-        "main_dsa.py",
-        "--quick",
-        "--json",
-        "-",
-        "--plot",
-        "a.png",
-        cwd=tmp_path,
-        checkpoint=distilled_checkpoint,
-    )
-    assert run.status == 0, run.stderr + run.stdout
-    report = run.json
+    report = quick_report("main_dsa.py", tmp_path, distilled_checkpoint)  # --quick
     assert all(report["checks"].values()) and len(report["checks"]) == 2 and len(report["why"]) == 4
     rows = {row["method"]: row for row in report["rows"]}
     dense, dsa, first = (rows[name] for name in ("dense", "DSA 32", "DSA, not warmed up"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, large_scores, random_tokens, run_script, tiny_model
+from helpers import assert_close, large_scores, quick_report, random_tokens, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,18 +133,7 @@ def test_training_reaches_all_projections():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
-    run = run_script(
-        "main_moba.py",
-        "--quick",
-        "--json",
-        "-",
-        "--plot",
-        "a.png",
-        cwd=tmp_path,
-        checkpoint=distilled_checkpoint,
-    )
-    assert run.status == 0, run.stderr + run.stdout
-    report = run.json
+    report = quick_report("main_moba.py", tmp_path, distilled_checkpoint)  # --quick
     assert all(report["checks"].values()) and len(report["checks"]) == 4 and len(report["why"]) == 4
     rows = {row["method"]: row for row in report["rows"]}
     dense, moba, less, window = (rows[n] for n in ("dense", "MoBA 64", "MoBA 32", "window 32"))

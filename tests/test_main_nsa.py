@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, large_scores, random_tokens, run_script, tiny_model
+from helpers import assert_close, large_scores, quick_report, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,18 +178,7 @@ def test_gates_of_a_conversion():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
-    run = run_script(
-        "main_nsa.py",
-        "--quick",
-        "--json",
-        "-",
-        "--plot",
-        "a.png",
-        cwd=tmp_path,
-        checkpoint=distilled_checkpoint,
-    )
-    assert run.status == 0, run.stderr + run.stdout
-    report = run.json
+    report = quick_report("main_nsa.py", tmp_path, distilled_checkpoint)  # --quick
     assert all(report["checks"].values()) and len(report["checks"]) == 3 and len(report["why"]) == 4
     dense, nsa, window, after = report["rows"]
     assert dense["baseline"] and nsa["method"].startswith("NSA ") and window["budget"] == nsa["budget"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, large_scores, random_tokens, run_script, tiny_model
+from helpers import assert_close, large_scores, quick_report, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,18 +173,7 @@ def test_the_context_is_the_end():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
-    run = run_script(
-        "main_quest.py",
-        "--quick",
-        "--json",
-        "-",
-        "--plot",
-        "a.png",
-        cwd=tmp_path,
-        checkpoint=distilled_checkpoint,
-    )
-    assert run.status == 0, run.stderr + run.stdout
-    report = run.json
+    report = quick_report("main_quest.py", tmp_path, distilled_checkpoint)  # --quick
     assert all(report["checks"].values()) and len(report["checks"]) == 4 and len(report["why"]) == 4
     rows = {row["method"]: row for row in report["rows"]}
     dense, quest, oracle, window = (rows[n] for n in ("dense", "Quest 32", "oracle 32", "window 32"))
