@@ -4,7 +4,7 @@ The derivative of an expression by a character is the expression of what may fol
 is (b|c)d. Expressions are the states of the automaton, then, and derivatives its edges; where a text may end,
 the expression matches the text without characters. Simplified as they are made, there are finitely many.
 
-main_structured_decoding.py decodes by it.
+main_structured_decoding.py decodes by it, and more/structured_grammar.py by several that call each other.
 
 Source: Brzozowski, Derivatives of Regular Expressions, 1964; Owens, Reppy and Turon, Regular-expression
 Derivatives Re-examined, 2009.
@@ -40,8 +40,10 @@ def repeat(node, least, most):
     return EMPTY if most == 0 or node == EMPTY else ("repeat", node, least, most)
 
 
-def parse(pattern, vocabulary):
+def parse(pattern, vocabulary, calls=""):
     """The node of an expression as Python's re reads it, over the characters of the vocabulary.
+
+    Characters of calls stand for themselves alone: no class and no dot contains them.
 
     Raises ValueError for what re refuses, and for what tells more than which texts match: anchors,
     references, look-around, lazy repetition, flags.
@@ -73,6 +75,8 @@ def parse(pattern, vocabulary):
         return node
 
     def one(piece):
+        if piece in calls:
+            return "one", frozenset(piece)
         if piece in ("^", "$") or re.match(r"\\[\dABZbzNUux]", piece):
             refuse(f"{piece} is not known here")
         if piece not in ("(", "(?:"):  # which characters it stands for, re knows
@@ -129,17 +133,19 @@ def derivative(node, character):
     return NOTHING
 
 
-def build_automaton(pattern, vocabulary):
+def build_automaton(pattern, vocabulary, calls=""):
     """The automaton of an expression over a vocabulary of characters; it starts in state 0.
+
+    Args: calls: further characters, which stand for themselves alone (see parse).
 
     Returns: (moves, ends): moves: for each state {character: next state}, without edges after which nothing
         matches; ends: the set of states in which a text may end. Raises ValueError for an expression that
         cannot be read (see parse), that no text matches, or that needs too many states.
     """
-    numbers, moves = {parse(pattern, vocabulary): 0}, []
+    numbers, moves = {parse(pattern, vocabulary, calls): 0}, []
     for node in (nodes := list(numbers)):  # grows while it is read
         moves.append({})
-        for character in vocabulary:
+        for character in (*vocabulary, *calls):
             following = derivative(node, character)
             if following == NOTHING:
                 continue

@@ -403,7 +403,7 @@ TABLE = [
     {
         "technique": "structured decoding",
         "script": "main_structured_decoding.py",
-        "deeper": ["more/structured_distribution.py"],
+        "deeper": ["more/structured_distribution.py", "more/structured_grammar.py"],
         "exact": "each text matches; not the model's distribution",
         "training": "no",
         "reduces": "invalid texts; steps, where text is forced",
