@@ -48,6 +48,7 @@ LOWER_IS_BETTER = {
     "attention_ms": "time of attention",
     "kv_bytes_per_token": "cache of a token",
     "forward_tokens": "work in tokens",
+    "own_text_loss": "the teacher's loss on what it wrote",
 }
 HIGHER_IS_BETTER = {"tokens_per_s": "tokens/s"}
 

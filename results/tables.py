@@ -299,7 +299,13 @@ TABLE = [
     {
         "technique": "distillation",
         "script": "main_distillation.py",
-        "deeper": ["more/distillation_store.py"],
+        "deeper": [
+            "more/distillation_store.py",
+            "more/distillation_online.py",
+            "more/distillation_ensemble.py",
+            "more/distillation_features.py",
+            "more/distillation_on_policy.py",
+        ],
         "exact": "approximate",
         "training": "yes, and one pass of the teacher",
         "reduces": "weights, memory, time per token",
