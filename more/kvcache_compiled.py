@@ -69,13 +69,15 @@ def decode_step(model, x, k, v, position, window):
     """One token a sequence, over a past that it only reads.
 
     Args: x: token ids [B]; k, v: the first n rows of a StaticKVCache [L, B, H, n, D], n at least the tokens
-        that are cached, or all; position: how many tokens were read before, int64 [1]; window: rows in all.
+        that are cached, or all; position: how many tokens were read before, int64 [1] for all sequences
+        alike, or [B]; window: rows in all.
     Returns: logits [B, V]; keys and values of the new tokens [L, B, H, D].
     """
     B, n = len(x), k.shape[3]
     rows = torch.arange(n, device=x.device)  # [n]
+    position = position[:, None]  # [1 or B, 1]
     visible = (rows < position) & (rows != position % window)  # the new token takes the place of the oldest
-    x = model.token_embedding(x) + model.position_embedding(position.clamp(max=window - 1))  # [B, E]
+    x = model.token_embedding(x) + model.position_embedding(position[:, 0].clamp(max=window - 1))  # [B, E]
     keys, values = [], []
     for layer, block in enumerate(model.blocks):
         mha, h = block.mha, block.ln1(x)  # [B, E]
@@ -83,10 +85,10 @@ def decode_step(model, x, k, v, position, window):
         Q, K, V = (proj(h).view(shape) for proj in (mha.query_proj, mha.key_proj, mha.value_proj))
         past = (k[layer] * Q[:, :, None]).sum(dim=-1) / math.sqrt(mha.d_head)  # [B, H, n]
         own = (K * Q).sum(dim=-1, keepdim=True) / math.sqrt(mha.d_head)  # [B, H, 1]
-        past = past.masked_fill(~visible, float("-inf"))  # [B, H, n]
+        past = past.masked_fill(~visible[:, None], float("-inf"))  # [B, H, n]
         largest = torch.maximum(past.amax(dim=-1, keepdim=True), own)  # [B, H, 1]
         past, own = torch.exp(past - largest), torch.exp(own - largest)  # [B, H, n], [B, H, 1]
-        seen = v[layer].masked_fill(~visible[:, None], 0.0)  # a row without a token may hold NaN
+        seen = v[layer].masked_fill(~visible[:, None, :, None], 0.0)  # a row without a token may hold NaN
         out = (past[..., None] * seen).sum(dim=-2) + own * V  # [B, H, D]
         out = out / (past.sum(dim=-1, keepdim=True) + own)  # [B, H, D]
         x = x + mha.out_proj(out.flatten(1))  # [B, E]

@@ -151,7 +151,7 @@ TABLE = [
     {
         "technique": "continuous batching",
         "script": "main_continuous_batching.py",
-        "deeper": ["more/serving.py"],
+        "deeper": ["more/continuous_compiled.py", "more/serving.py"],
         "exact": "exact",
         "training": "no",
         "reduces": "idle slots, time in the queue",
