@@ -343,14 +343,15 @@ class Report:
             same, first = "approximate", None
             if method.exact:
                 same, first = self._same_tokens(method, results, baseline, prompts, logits, suffix)
+            if "peak_memory_mb" not in method.figures:  # another program's memory is not seen
+                inputs = [prompts, *one.buffers]
+                figures["peak_memory_mb"] = peak_memory_mb(one.run, *_weights_of(method), inputs=inputs)
+            figures |= {"n_parameters": n_parameters(method.model), "first_difference": first}
             rows[method.name] = self.row(
                 method.name + suffix,
                 result,
                 baseline=method is baseline,
-                peak_memory_mb=peak_memory_mb(one.run, *_weights_of(method), inputs=[prompts, *one.buffers]),
-                n_parameters=n_parameters(method.model),
                 same_output=same,
-                first_difference=first,
                 **figures | method.figures,
             )
             self.measured[method.name + suffix] = result

@@ -163,8 +163,9 @@ class Collection:
         return exact + [Method(n, generate_kvcache, m, exact=False) for n, m in approximate.items()]
 
     def peers(self, B):
-        """transformers' generate on the same weights, packed alike: two kinds of cache, two of drafts."""
+        """transformers' generate on the same weights, packed alike, with caches and drafts; other engines."""
         from gptlite_opt import generate_opt, opt_from_gptlite
+        from inference_engines import engine_methods
 
         opt = self.model("opt", lambda: pack_linears(opt_from_gptlite(self.dense)))
         options = {"transformers": {}, "transformers, static": {"cache_implementation": "static"}}
@@ -176,9 +177,9 @@ class Collection:
             options["transformers, lookup"] = {"prompt_lookup_num_tokens": 4}
         rounds = {"tpot_ms": None, "tpot_p99_ms": None}  # a step of theirs gives several tokens
         return [
-            Method(name, generate_opt, opt, how, loss=False, **(rounds if {*how} & DRAFTS else {}))
-            for name, how in options.items()
-        ]
+            Method(n, generate_opt, opt, how, loss=False, peer=True, **(rounds if {*how} & DRAFTS else {}))
+            for n, how in options.items()
+        ] + engine_methods(self.args, self.dense)
 
 
 def frontier(rows):
@@ -201,11 +202,9 @@ if __name__ == "__main__":
     sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 64}
     quick = {"batch_size": 2, "prompt_len": 56, "n_tokens": 4}  # within one view of the compiled step
     parser = harness.options(__doc__, repeats=3, quick=quick, **sizes)
-    parser.add_argument(
-        "--shared", type=harness.positive_int, default=48, help="tokens all prompts begin with"
-    )
+    parser.add_argument("--shared", type=harness.positive_int, default=48, help="tokens all prompts share")
     parser.add_argument("--only", metavar="NAMES", help="these methods beside the baseline, with commas")
-    parser.add_argument("--peers", action="store_true", help="add transformers' generate")
+    parser.add_argument("--peers", action="store_true", help="add transformers' generate and engines")
     with harness.script(parser) as args:
         if args.prompt_len + args.n_tokens > 257 or args.shared >= args.prompt_len:
             raise ValueError("prompt and new tokens are 257 at most, and --shared is less than --prompt-len")
@@ -226,7 +225,8 @@ if __name__ == "__main__":
 
         fastest = {}
         for B, rows in tables.items():
-            exact = [row for row in rows.values() if row["same_output"] is True and row["tokens_per_s"]]
+            ours = [row for row in rows.values() if not row.get("peer")]
+            exact = [row for row in ours if row["same_output"] is True and row["tokens_per_s"]]
             fastest[B] = max(exact, key=lambda row: row["tokens_per_s"])
             figures = ("method", "tokens_per_s", "valid_loss")
             report.sweep(

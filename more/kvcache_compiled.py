@@ -146,7 +146,7 @@ if __name__ == "__main__":
     sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 64}
     quick = {"batch_size": 2, "prompt_len": 8, "n_tokens": 6}  # within one view: one graph a method
     parser = harness.options(__doc__, quick=quick, **sizes)
-    parser.add_argument("--peers", action="store_true", help="add rows of transformers' generate")
+    parser.add_argument("--peers", action="store_true", help="add transformers' generate and engines")
     columns = {"weights_mb": ("weights MB", "{:.1f}"), "compile_s": ("compile s", "{:.0f}")}
     with harness.script(parser) as args:
         text = harness.load_text(args)
@@ -180,6 +180,7 @@ if __name__ == "__main__":
                 methods.append(compiled("compiled, int8 weights", B, torch.int8))
             if args.peers:
                 from gptlite_opt import generate_opt, opt_from_gptlite
+                from inference_engines import engine_methods
 
                 methods.append(
                     Method(
@@ -190,6 +191,7 @@ if __name__ == "__main__":
                         loss=False,
                     )
                 )
+                methods += engine_methods(args, ordinary)
             tables[B] = report.compare(text.prompts(B, args.prompt_len), args.n_tokens, *methods)
 
         p, n = parameters_of(static), args.prompt_len + args.n_tokens // 2

@@ -40,7 +40,7 @@ def test_script(quick_run):
     assert quick_run.status == 0, quick_run.stdout + quick_run.stderr
     rows = {row["method"]: row for row in quick_run.json["rows"]}
     checks = quick_run.json["checks"]
-    assert all(checks.values()) and len(checks) == 9 + 4 + 1 + 9 + 2 + 1
+    assert all(checks.values()) and len(checks) == 9 + 5 + 1 + 9 + 3 + 1
     for size in (1, 2):
         names = ("KV cache", "static KV cache", "paged KV cache", "compiled step", "prefix cache")
         exact = [rows[f"{name}, batch {size}"] for name in names]
@@ -53,6 +53,8 @@ def test_script(quick_run):
         assert rows[f"MQA, aligned, batch {size}"]["kv_bytes_per_token"] * 3 == cached["kv_bytes_per_token"]
         assert rows[f"pruned by a head, batch {size}"]["n_parameters"] < base["n_parameters"]
         assert behind["forward_tokens"] == cached["forward_tokens"] - 48 * size
+        engine = rows[f"CTranslate2, batch {size}"]  # whose memory PyTorch does not see
+        assert engine["same_output"] is True and engine["peak_memory_mb"] is None
 
 
 def test_a_figure_that_was_not_measured_is_absent(quick_run):
