@@ -184,6 +184,18 @@ def encode(text):
     )
 
 
+def encode_at_once(text):
+    """encode() for texts of millions of characters, by one look-up in a table: int64 [N]."""
+    if text and text.isascii():
+        table = torch.full((128,), -1)  # token of each ASCII code
+        for character, token in TOKEN_OF.items():
+            table[ord(character)] = token
+        tokens = table[torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8).long()]  # [N]
+        if tokens.min() >= 0:
+            return tokens
+    return torch.tensor(encode(text), dtype=torch.int64)  # [N]; it says what is unknown, and where
+
+
 def decode(tokens):
     """Returns the text of tokens, which are a list of integers or a tensor [T].
 
@@ -215,7 +227,7 @@ def get_shakespeare_data(path=None):
     else:
         text = read_own_text(path)
         n_train = len(text) - len(text) // 10
-    data = torch.tensor(encode(text), dtype=torch.int64)  # [N]
+    data = encode_at_once(text)  # [N]
     return len(VOCABULARY), data[:n_train], data[n_train:], encode, decode
 
 

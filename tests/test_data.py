@@ -397,3 +397,15 @@ def test_summary_that_nobody_can_read(output, status, message):
     os.close(writer)
     assert run.returncode == status and run.stderr.startswith(message), run.stderr
     assert len(run.stderr.splitlines()) == (1 if message else 0)
+
+
+@given(st.text(st.sampled_from([*shakespeare.VOCABULARY, "\t", "\x7f", "\u00e9"]), max_size=30))
+def test_encoding_at_once_is_encoding(text):
+    try:
+        expected = shakespeare.encode(text)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            shakespeare.encode_at_once(text)
+        return
+    tokens = shakespeare.encode_at_once(text)
+    assert tokens.dtype == torch.int64 and tokens.tolist() == expected
