@@ -19,6 +19,7 @@ import torch
 
 from gptlite import GPTlite
 from gptlite_blocks import BlockPool
+from gptlite_compiled import CompiledStep
 from gptlite_gqa import GPTlite_GQA, convert_mha_to_gqa
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
 from gptlite_paged import GPTlite_Paged
@@ -37,7 +38,6 @@ from main_prefix_cache import compute_prefix_cache, generate_with_prefix
 from main_pruning import compute_importance, prune
 from main_static_batching import static_batching
 from more.gqa_alignment import align_heads, attention_inputs
-from more.kvcache_compiled import CompiledStep
 from more.mla_conversion import convert_mha_to_mla_calibrated
 
 

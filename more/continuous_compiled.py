@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
-from kvcache_compiled import decode_step, replace_linears
+from gptlite_compiled import decode_step, replace_linears
 from linear_packed import LinearInGraph, can_pack
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
-from kvcache_compiled import LinearAsSum
+from gptlite_compiled import LinearAsSum
 from linear_packed import can_pack, pack_linears
 
 

@@ -358,6 +358,24 @@ TABLE = [
         ),
     },
     {
+        "technique": "quantised weights",
+        "script": "main_quantization.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "bytes of the weights that a step reads",
+        "gain": lambda r: (
+            f"{row(r, 'float32')['weights_mb']:.0f} to {row(r, 'int8, c')['weights_mb']:.0f} MB, TPOT "
+            f"{times(r, 'int8, compiled, batch 1', 'float32, batch 1'):.1f} times lower, batch 8 "
+            f"{times(r, 'int8, compiled, batch 8', 'float32, batch 8'):.1f}"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, 'int8, compiled')['loss_difference']:+.4f}; int4 "
+            f"{row(r, 'int4 g64, compiled')['weights_mb']:.0f} MB, "
+            f"{row(r, 'int4 g64, compiled')['loss_difference']:+.4f}"
+        ),
+    },
+    {
         "technique": "Prompt Cache",
         "script": "main_prompt_cache.py",
         "deeper": [],

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gptlite_compiled import CompiledStep, LinearAsSum, decode_step, replace_linears
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache, StaticKVCache
 from inference_utils import StepClock, weight_bytes
-from kvcache_compiled import CompiledStep, LinearAsSum, decode_step, replace_linears
 from linear_packed import LinearInGraph, can_pack
 from main_kvcache import generate_kvcache, generate_static
 
