@@ -399,3 +399,48 @@ def load(loads, who):
         (1.1, f"{who} loads the ranks unevenly: {figures}, and all others wait for it."),
         f"{who} loads the ranks evenly: {figures}.",
     )
+
+
+def rounds(row):
+    """Whether rounds of drafts pay: tokens of a round against its cost in steps of plain decoding."""
+    tokens, cost, name = row.get("tokens_per_round"), row.get("round_steps"), row["method"]
+    if not known(tokens, cost) or cost <= 0:
+        return Reason(f"What a round of {name} gives or costs was not measured.")
+    figures = f"A round of {name} gives {tokens:.2f} tokens and costs {cost:.2f} steps"
+    return choose(
+        tokens / cost,
+        (1.05, f"{figures}: it pays, {tokens / cost:.2f} times by these."),
+        (0.95, f"{figures}: the two even out."),
+        f"{figures}: it does not pay, {tokens / cost:.2f} times by these.",
+    )
+
+
+def best_length(rows):
+    """Which length of drafts is best: rows with "drafts" and the speed-ups "measured" and "predicted"."""
+    rows = [row for row in rows if known(row.get("measured"), row.get("predicted"))]
+    if len(rows) < 2:
+        return Reason("Too few draft lengths were measured to tell which is best.")
+    best, foreseen = (max(rows, key=lambda row, key=key: row[key]) for key in ("measured", "predicted"))
+    figures = f"{best['drafts']} drafts a round are best, {best['measured']:.2f} times plain decoding"
+    if best["measured"] <= 1.02:
+        return Reason(f"No length of drafts wins: {figures}.")
+    off = sum(abs(row["measured"] / row["predicted"] - 1) for row in rows) / len(rows)
+    foretold = f"acceptance and times of forwards say {foreseen['drafts']}, {foreseen['predicted']:.2f} times"
+    return choose(
+        off,
+        (0.15, f"{figures}; {foretold}, and are off by {off:.0%} on average."),
+        f"{figures}; {foretold}, and hold to {off:.0%} on average.",
+    )
+
+
+def kept(sampled, greedy):
+    """What share of drafts a sampled target keeps: of drafts that are sampled, of drafts that are greedy."""
+    if not known(sampled, greedy):
+        return Reason("What a sampled target keeps of drafts was not measured.")
+    figures = f"({sampled:.0%} kept of sampled drafts, {greedy:.0%} of greedy ones)"
+    return choose(
+        sampled - greedy,
+        (0.02, f"A sampled target wants sampled drafts {figures}."),
+        (-0.02, f"For a sampled target it does not matter how drafts are chosen {figures}."),
+        f"A sampled target keeps more of greedy drafts {figures}.",
+    )

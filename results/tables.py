@@ -40,6 +40,14 @@ def faster(line, one, other):
     return line[other] / line[one]
 
 
+def fastest_draft(report):
+    """The row of the draft length that was fastest."""
+    rows = [line for line in report["rows"] if line["method"].endswith(" drafts") and line.get("speedup")]
+    if not rows:
+        raise LookupError("no draft length gave the baseline's tokens")
+    return max(rows, key=lambda line: line["speedup"])
+
+
 def most_zeros(report, method, nats):
     """The largest share of zeros of a method whose loss rises by less than this."""
     lines = sweep(report, "Rise of the loss")
@@ -373,6 +381,23 @@ TABLE = [
             f"loss {row(r, 'int8, compiled')['loss_difference']:+.4f}; int4 "
             f"{row(r, 'int4 g64, compiled')['weights_mb']:.0f} MB, "
             f"{row(r, 'int4 g64, compiled')['loss_difference']:+.4f}"
+        ),
+    },
+    {
+        "technique": "speculative decoding",
+        "script": "main_speculative_decoding.py",
+        "deeper": ["more/speculative_batch.py", "more/speculative_compiled.py"],
+        "exact": "exact; sampled: the same distribution",
+        "training": "a draft model",
+        "reduces": "forwards of the model",
+        "gain": lambda r: (
+            "{speedup:.2f} times the tokens/s: {tokens_per_round:.1f} tokens a round of {method}".format(
+                **fastest_draft(r)
+            )
+        ),
+        "cost": lambda r: (
+            f"{times(r, 'static', '1 drafts', 'peak_memory_mb'):.2f} times the memory; a round "
+            f"{fastest_draft(r)['round_steps']:.1f} steps"
         ),
     },
     {

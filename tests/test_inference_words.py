@@ -111,6 +111,17 @@ OUTCOMES = {
         for x, n in ((16.0, 2), (4.0, 2), (2.0, 2), (1.0, 2), (NAN, 2), (None, 2), (1.0, 1))
     ],
     "state_size": [("a state", 3200, 100, 256), ("a state", 3200, 100, 32), ("a state", None, 100, 256)],
+    "rounds": [(row(tokens_per_round=x, round_steps=2.0),) for x in (4.0, 2.0, 1.0, None)],
+    "best_length": [
+        ([{"drafts": n, "measured": a, "predicted": b} for n, (a, b) in enumerate(pairs, 1)],)
+        for pairs in (
+            [(1.0, 1.0), (1.5, 1.5)],
+            [(1.0, 1.0), (1.5, 2.5)],
+            [(0.8, 1.5), (0.9, 1.6)],
+            [(1.5, 1.5), (None, 2.0)],
+        )
+    ],
+    "kept": [(0.9, 0.6), (0.6, 0.9), (0.9, 0.9), (None, 0.9)],
     "recovery": [
         (trained(*figures), 100) for figures in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.2), (0.0, 0.0), (1.0, None))
     ],
@@ -329,3 +340,19 @@ def test_state_size():
     assert "saves nothing" in words.state_size("a state", 3200, 100, 8)
     assert "not counted" in words.state_size("a state", None, 100, 256)
     assert "not counted" in words.state_size("a state", 3200, 0, 256)
+
+
+def test_rounds_and_the_best_length():
+    assert "gives 4.00 tokens and costs 2.00 steps: it pays, 2.00 times" in words.rounds(
+        row(tokens_per_round=4.0, round_steps=2.0)
+    )
+    lengths = [
+        {"drafts": 1, "measured": 1.1, "predicted": 1.2},
+        {"drafts": 5, "measured": 1.6, "predicted": 1.1},
+    ]
+    text = words.best_length(lengths)
+    assert (
+        "5 drafts a round are best, 1.60 times" in text and "say 1, 1.20 times" in text and "off by" in text
+    )
+    lost = words.best_length([line | {"measured": 0.9} for line in lengths])
+    assert "No length of drafts wins" in lost and "0.90 times" in lost
