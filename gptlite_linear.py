@@ -377,6 +377,11 @@ class GPTlite_Linear(GPTlite_KVCache):
         return self.fc_out(self.ln(x)), TextState(n_past + positions.shape[0], tuple(new_layers))
 
 
+def linear_layers(model):
+    """Numbers of the blocks of a GPTlite_Linear that keep a state."""
+    return [i for i, block in enumerate(model.blocks) if isinstance(block.mha, MultiHeadAttention_Linear)]
+
+
 def convert_to_linear(state_dict, model):
     """Puts GPTlite's weights into a GPTlite_Linear and returns it: gates, convolutions, gains keep their own.
 

@@ -139,52 +139,22 @@ def prompt_forms(q, k, v, log_decay, beta):
 
 
 if __name__ == "__main__":
+    import inference_linear as study
     import inference_report as harness
-    import inference_training as training
-    import inference_utils as utils
     import inference_words as words
-    from gptlite import GPTlite
     from gptlite_kvcache import GPTlite_KVCache
-    from gptlite_linear import GPTlite_Linear, convert_to_linear, state_bytes
-    from inference_report import Method
-    from linear_packed import pack_linears
+    from inference_utils import parameters_of
     from main_kvcache import generate_kvcache
 
-    quick = {"batch_size": 2, "prompt_len": 32, "n_tokens": 4, "uptrain_steps": 1, "max_tokens": 1024}
-    parser = harness.options(__doc__, repeats=3, quick=quick, batch_size=8, prompt_len=128, n_tokens=32)
-    lengths = [256 * 4**i for i in range(4)]
-    parser.add_argument("--uptrain-steps", type=harness.count, default=12, help="steps of 8 x 256 tokens")
-    parser.add_argument("--max-tokens", type=int, choices=lengths[1:], default=16384, help="longest text")
-    with harness.script(parser) as args:
-        text, state = harness.load_text(args), utils.load_checkpoint(args.checkpoint)
-        (mha,) = harness.load_models(args, GPTlite_KVCache)
-        L, E, H, D, *_ = p = utils.parameters_of(mha)
-        prompts, window = text.prompts(args.batch_size, args.prompt_len), text.prompts(1, p.seqlen)  # [B, T]
-        columns = {"state_bytes": ("state bytes", "{:,.0f}")}
-        hide = ("tpot_p99_ms", "speedup", "forward_tokens", "n_parameters", "same_output")
-        report = harness.Report(args, "delta rule", mha, columns, hide, text)
+    with harness.script(study.options(__doc__, max_tokens=16384)) as args:
+        text, (mha,) = harness.load_text(args), harness.load_models(args, GPTlite_KVCache)
+        p = parameters_of(mha)
+        D = p.d_head
+        report = harness.Report(args, "delta rule", mha, study.COLUMNS, study.HIDE, text)
 
         # In GPTlite: converted, then as many steps as the control, which keeps its softmax
-        def train(model, lr, name):
-            trained = training.uptrained(model, text.train, args.uptrain_steps, lr, 8, p.seqlen, name)
-            return pack_linears(trained)
-
-        control = train(*harness.load_models(args, GPTlite, packed=False), training.UPTRAIN_LR, "control")
-        methods, losses = [Method("softmax", generate_kvcache, mha)], {}
-        for name, layer in LAYERS.items():
-            small = utils.is_distilled(state)
-            fresh = utils.make_model(GPTlite_Linear, text.vocab_size, small, linear_class=layer)
-            model = convert_to_linear(state, fresh).to(args.device, args.dtype)
-            trained = train(model, training.CONVERSION_LR, name)
-            with torch.no_grad():
-                logits, cache = trained(window)
-            steps = utils.cached_logits(trained, window[:, :66], 50)[0]
-            report.check_close(f"{name}: in pieces and token by token equals one pass", steps, logits[:, :66])
-            figures = {"state_bytes": state_bytes(cache), "kv_bytes_per_token": None}
-            losses[name] = report.loss_of(trained)
-            methods.append(Method(name, generate_kvcache, trained, exact=False, **figures))
-        rows = report.compare(prompts, args.n_tokens, *methods, label="")
-        after = report.row("softmax, trained on", **report.loss_figures(control, mha))
+        makers = study.makers(args, text, LAYERS)
+        rows, models = study.compare_trained(args, report, text, mha, generate_kvcache, makers)
 
         # The rule alone: equal forms, what is found again, and the time over the length of the text
         q, k, v, log_decay, beta = random_inputs(100, 2, D, args.device)
@@ -200,19 +170,18 @@ if __name__ == "__main__":
             report.check_close(f"{rule}: a key written twice reads {name}", found, expected)
         title, time_title = f"N pairs in {D} x {D} numbers: error of what is read", "A prompt, one head (ms)"
         recall = report.sweep(title, recall_table(D, args.device))
-        sizes = lengths[: lengths.index(args.max_tokens) + 1]
         inputs = partial(random_inputs, n_heads=1, d_head=D, device=args.device, dtype=args.dtype)
+        sizes = study.lengths(args)
         times = report.time_sweep(time_title, "tokens", sizes, lambda n: prompt_forms(*inputs(n)))
 
         few, many = (words.at_size(recall[i], "pairs", "delta", "linear", "error") for i in (2, 4))
         report.why(few + many)
         fast = words.crossover(times, "tokens", "Gated DeltaNet", "SDPA")
         report.why(fast + words.crossover(times, "tokens", "decay alone", "Gated DeltaNet"))
-        gaps = {n: utils.loss_difference(losses["Gated DeltaNet"], losses[n]) for n in [*LAYERS][:2]}
-        one, other = (words.loss_between("Gated DeltaNet", name, *gap) for name, gap in gaps.items())
+        one, other = (study.between(report, models, "Gated DeltaNet", name) for name in [*LAYERS][:2])
         report.why(one + other)
-        best = rows[min(LAYERS, key=lambda name: rows[name]["valid_loss"])]
-        report.why(words.about(f"after {args.uptrain_steps} steps", words.loss(best)) + words.loss(after))
+        report.why(study.explain_losses(args, report, rows, LAYERS))
         report.plot_sweep(title, "error, in lengths of a value", "x")
         report.plot_sweep(time_title)
+        study.plot_memory(report, rows, LAYERS, p.seqlen)
         report.finish()

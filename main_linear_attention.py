@@ -132,50 +132,21 @@ def step_forms(q, k, v, log_decay):
 
 
 if __name__ == "__main__":
+    import inference_linear as study
     import inference_report as harness
-    import inference_training as training
     import inference_words as words
-    from gptlite import GPTlite
     from gptlite_kvcache import GPTlite_KVCache
-    from gptlite_linear import GPTlite_Linear, convert_to_linear, state_bytes
-    from inference_report import Method
-    from inference_utils import cached_logits, is_distilled, load_checkpoint, make_model, parameters_of
-    from linear_packed import pack_linears
+    from inference_utils import parameters_of
     from main_kvcache import generate_kvcache
 
-    quick = {"batch_size": 2, "prompt_len": 32, "n_tokens": 4, "uptrain_steps": 1, "max_tokens": 1024}
-    parser = harness.options(__doc__, repeats=3, quick=quick, batch_size=8, prompt_len=128, n_tokens=32)
-    lengths = [256 * 4**i for i in range(5)]
-    parser.add_argument("--uptrain-steps", type=harness.count, default=12, help="steps of 8 x 256 tokens")
-    parser.add_argument("--max-tokens", type=int, choices=lengths[1:], default=65536, help="longest text")
-    with harness.script(parser) as args:
-        text, state = harness.load_text(args), load_checkpoint(args.checkpoint)
-        (mha,) = harness.load_models(args, GPTlite_KVCache)
+    with harness.script(study.options(__doc__, max_tokens=65536)) as args:
+        text, (mha,) = harness.load_text(args), harness.load_models(args, GPTlite_KVCache)
         L, E, H, D, *_ = p = parameters_of(mha)
-        prompts, window = text.prompts(args.batch_size, args.prompt_len), text.prompts(1, p.seqlen)  # [B, T]
-        columns = {"state_bytes": ("state bytes", "{:,.0f}")}
-        hide = ("tpot_p99_ms", "speedup", "forward_tokens", "n_parameters", "same_output")
-        report = harness.Report(args, "linear attention", mha, columns, hide, text)
+        report = harness.Report(args, "linear attention", mha, study.COLUMNS, study.HIDE, text)
 
         # In GPTlite: converted, then as many steps as the control, which keeps its softmax
-        def train(model, lr, name):
-            trained = training.uptrained(model, text.train, args.uptrain_steps, lr, 8, p.seqlen, name)
-            return pack_linears(trained)
-
-        control = train(*harness.load_models(args, GPTlite, packed=False), training.UPTRAIN_LR, "control")
-        methods = [Method("softmax", generate_kvcache, mha)]
-        for name, layer in LAYERS.items():
-            fresh = make_model(GPTlite_Linear, text.vocab_size, is_distilled(state), linear_class=layer)
-            model = convert_to_linear(state, fresh).to(args.device, args.dtype)
-            trained = train(model, training.CONVERSION_LR, name)
-            with torch.no_grad():
-                logits, cache = trained(window)
-            steps = cached_logits(trained, window[:, :66], 50)[0]
-            report.check_close(f"{name}: in pieces and token by token equals one pass", steps, logits[:, :66])
-            figures = {"state_bytes": state_bytes(cache), "kv_bytes_per_token": None}
-            methods.append(Method(name, generate_kvcache, trained, exact=False, **figures))
-        rows = report.compare(prompts, args.n_tokens, *methods, label="")
-        after = report.row("softmax, trained on", **report.loss_figures(control, mha))
+        makers = study.makers(args, text, LAYERS)
+        rows, _ = study.compare_trained(args, report, text, mha, generate_kvcache, makers)
         gated, soft = rows["Mamba-2"], rows["softmax"]
         report.check("a state takes H * D * D numbers a layer", gated["state_bytes"] == 4 * L * H * D * D)
 
@@ -186,15 +157,14 @@ if __name__ == "__main__":
             one = recurrent(rule, *inputs)[0]
             report.check_close(f"{rule}: all at once equals token by token", all_at_once(*inputs), one)
             report.check_close(f"{rule}: by chunks equals token by token", chunked(*inputs)[0], one)
-        lengths, tables = lengths[: lengths.index(args.max_tokens) + 1], []
-        cases = ("A prompt", 1, prompt_forms), ("A decode step", H, step_forms)
+        tables, cases = [], (("A prompt", 1, prompt_forms), ("A decode step", H, step_forms))
         for what, n_heads, forms in cases:
 
             def functions(n, n_heads=n_heads, forms=forms):
                 return forms(*random_inputs(n, n_heads, D, args.device, args.dtype))
 
             title = f"{what}: attention alone, heads: {n_heads} (ms)"
-            tables.append(report.time_sweep(title, "tokens", lengths, functions))
+            tables.append(report.time_sweep(title, "tokens", study.lengths(args), functions))
             report.plot_sweep(title)
 
         kv_bytes, pair = soft["kv_bytes_per_token"], ("one decay", "SDPA")
@@ -202,11 +172,6 @@ if __name__ == "__main__":
         prompt, step = (words.crossover(t, "tokens", *pair) + words.growth(t, "tokens", pair) for t in tables)
         report.why(words.about("a prompt", prompt))
         report.why(words.about("a decode step", step) + words.compare(gated, soft))
-        best = min(LAYERS, key=lambda name: rows[name]["valid_loss"])
-        report.why(
-            words.about(f"after {args.uptrain_steps} steps", words.loss(rows[best])) + words.loss(after)
-        )
-        points = {n: (rows[n]["state_bytes"], rows[n]["valid_loss"]) for n in LAYERS}
-        points["softmax"] = kv_bytes * p.seqlen, after["valid_loss"]
-        report.plot_points(points, f"bytes at {p.seqlen} tokens", "valid loss (nats)", "After training on")
+        report.why(study.explain_losses(args, report, rows, LAYERS))
+        study.plot_memory(report, rows, LAYERS, p.seqlen)
         report.finish()

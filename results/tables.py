@@ -749,6 +749,27 @@ TABLE = [
         ),
     },
     {
+        "technique": "linear hybrids",
+        "script": "main_linear_hybrid.py",
+        "deeper": ["more/linear_prefix.py", "more/linear_drafts.py"],
+        "exact": "approximate",
+        "training": "a few steps",
+        "reduces": "cache, to a share of the layers and a state",
+        "gain": lambda r: (
+            "{:,} tokens: bytes {:.1f} times less in 2:1, attention of a step {:.1f} times as fast".format(
+                sweep(r, "What a text takes")[-1]["tokens"],
+                faster(sweep(r, "What a text takes")[-1], "2:1", "softmax"),
+                faster(sweep(r, "Attention of a decode step")[-1], "2:1", "softmax"),
+            )
+        ),
+        "cost": lambda r: (
+            "loss after equal steps: "
+            + ", ".join(
+                f"{name} {row(r, name)['loss_difference']:+.2f}" for name in ("2:1", "5:1", "all linear")
+            )
+        ),
+    },
+    {
         "technique": "export to engines",
         "script": "main_export.py",
         "deeper": [],
