@@ -641,6 +641,22 @@ TABLE = [
         ),
     },
     {
+        "technique": "KV cache quantisation (KIVI)",
+        "script": "main_kv_quantization.py",
+        "deeper": ["more/kv_quantization_speed.py"],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "cache of a token",
+        "gain": lambda r: (
+            f"cache {times(r, '2 bits', 'dense', 'kv_bytes_per_token'):.1f} times smaller in 2 bits, "
+            f"{times(r, '4 bits', 'dense', 'kv_bytes_per_token'):.1f} in 4"
+        ),
+        "cost": lambda r: (
+            f"loss {row(r, '2 bits')['loss_difference']:+.4f} in 2 bits; "
+            f"TPOT {1 / times(r, '2 bits', 'dense'):.1f} times that of the dense cache"
+        ),
+    },
+    {
         "technique": "Quest",
         "script": "main_quest.py",
         "deeper": [],

@@ -13,13 +13,9 @@ def test_agreement_is_pytorchs_divergence():
     reference, model = tiny_model(GPTlite), tiny_model(GPTlite_KVCache, seed=1)
     tokens = random_tokens(5, 9)
     figures = agreement(model, reference, tokens, batch_size=2)
-    expected, logits = reference(tokens), model(tokens)[0]
-    kl = F.kl_div(
-        logits.log_softmax(-1).flatten(0, 1),
-        expected.log_softmax(-1).flatten(0, 1),
-        reduction="batchmean",
-        log_target=True,
-    )
+    expected, logits = (x.flatten(0, 1) for x in (reference(tokens), model(tokens)[0]))  # [N, V]
+    p, q = expected.log_softmax(-1), logits.log_softmax(-1)
+    kl = F.kl_div(q, p, reduction="batchmean", log_target=True)
     assert_close(figures["kl"], kl.item(), 1e-5)
     assert figures["top1"] == (logits.argmax(-1) == expected.argmax(-1)).double().mean()
     assert 0 < figures["top1"] < 1
@@ -38,11 +34,10 @@ def test_closer():
 
 
 def test_counted_bits():
-    assert "5.0 times less, not the 16 times of the bits alone" in counted_bits("a", 2, 6.4, 32)
-    assert "as its bits say" in counted_bits("a", 8, 8.1, 32) and "not the" not in counted_bits(
-        "a", 8, 8.1, 32
-    )
-    assert "nothing is saved" in counted_bits("a", 8, 32.0, 32) and "nothing" in counted_bits(
-        "a", 8, 40.0, 32
-    )
-    assert "not counted" in counted_bits("a", 8, None, 32)
+    def text(n_bits, counted):
+        return counted_bits(f"{n_bits} bits", n_bits, counted, 32)
+
+    assert "A number of 2 bits takes 6.40" in text(2, 6.4) and "not the 16 times of the bits" in text(2, 6.4)
+    assert "as its bits say" in text(8, 8.1) and "not the" not in text(8, 8.1)
+    assert "nothing is saved" in text(8, 32.0) and "nothing is saved" in text(8, 40.0)
+    assert "not counted" in text(8, None)
