@@ -15,7 +15,7 @@ import inference_words as words
 from gptlite_gqa import grouped_attention
 from gptlite_sparse import GPTlite_Sparse, attention_inputs, choice_figures, use_choice
 from inference_cost import Cost
-from inference_utils import cached_logits, first_of, loss_difference
+from inference_utils import cached_logits, evenly, first_of, loss_difference
 
 COLUMNS = {  # of a report: what a choice of keys adds to a row
     "keys_read": ("keys read", "{:.1f}"),
@@ -23,6 +23,7 @@ COLUMNS = {  # of a report: what a choice of keys adds to a row
     "recall": ("recall", "{:.2f}"),
     "best_missed": ("best missed", "{:.1%}"),
 }
+FAMILY_WINDOWS = 32  # on which all methods are compared: as many as main_kv_eviction.py reads
 HIDE = ("tpot_p99_ms", "speedup", "forward_tokens", "n_parameters")  # columns without news here
 
 
@@ -38,7 +39,7 @@ class Choices:
         self.tokens = text.prompts(1 if args.quick else n_texts, base.seqlen)  # [n_texts, T]
         self.inputs = attention_inputs(base, self.tokens)  # of each layer (x, Q, K)
         (self.dense,) = harness.load_models(args, GPTlite_Sparse)
-        self.models, self.lines = {}, {}
+        self.models, self.lines, self.by_budget = {}, {}, []
 
     def figures(self, choose):
         """What a rule (Q, K) -> bool is worth, the mean over the layers of the dense model."""
@@ -62,17 +63,34 @@ class Choices:
         """Remembers a row that was measured otherwise, for lines and comparisons. Returns it."""
         self.models[label] = model
         if row["keys_read"] is not None:
-            point = row["keys_read"], row["valid_loss"]
-            self.lines.setdefault(label.rpartition(" ")[0], []).append(point)
+            point, rule = (row["keys_read"], row["valid_loss"]), label.rpartition(" ")[0]
+            self.lines.setdefault(rule, []).append(point)
+            self.by_budget.append((rule, row, model, self.base))
         return row
+
+    def add_trained(self, label, row, trained, control):
+        """Remembers what training on made of a row's model, and a dense model after the same steps."""
+        self.by_budget.append((f"{label.rpartition(' ')[0]}, trained on", row, trained, control))
 
     def between(self, one, other):
         """How the losses of two of the rows stand to each other, a sentence."""
         losses = [self.report.loss_of(self.models[label]) for label in (one, other)]
         return words.loss_between(one, other, *loss_difference(*losses))
 
+    def budget_sweep(self):
+        """Adds the table of loss against budget, which results/make.py draws the family's figure from."""
+        n = self.args.n_windows
+        few, sweep = evenly(min(FAMILY_WINDOWS, n), n), []
+        for rule, row, *models in self.by_budget:
+            losses, reference = (self.report.loss_of(model)[few] for model in models)
+            difference, se = loss_difference(losses, reference)
+            line = {"rule": rule, "budget": row["budget"], "keys read": row["keys_read"]}
+            sweep.append(line | {"loss": losses.mean().item(), "difference": difference, "+-": se})
+        self.report.sweep(f"Loss against budget: {len(few)} windows", sweep)
+
     def plot_losses(self):
-        """Adds the panel of loss against keys read, a line for each rule."""
+        """Adds the panel of loss against keys read, a line for each rule, and budget_sweep()'s table."""
+        self.budget_sweep()
         lines = {name: tuple(zip(*sorted(points), strict=True)) for name, points in self.lines.items()}
         self.report.plot_lines(lines, "keys read by a query", "valid loss (nats)", "GPTlite")
 

@@ -515,9 +515,19 @@ def sample_prompts(data, n_prompts, prompt_len):
     return torch.stack([data[start : start + prompt_len] for start in starts.tolist()])
 
 
+N_WINDOWS = 128  # of the validation loss
+
+
+def evenly(n, total):
+    """The numbers [n] of n among total things, at even distances. n = total takes all, in order."""
+    return torch.arange(n) * total // n
+
+
 @torch.no_grad()
-def window_losses(model, data, n_windows=128, seqlen=None, batch_size=16):
+def window_losses(model, data, n_windows=N_WINDOWS, seqlen=None, batch_size=16):
     """Cross entropy in nats per token of each of the fixed windows, spread evenly over the data.
+
+    Fewer windows than 128 are some of the 128, those that evenly() takes: reports can be compared on them.
 
     Args: model: maps token ids [B, T] to logits [B, T, V], or to a tuple that begins with them;
         data: token ids [N]; n_windows: windows of seqlen tokens (default the model's context).
@@ -526,7 +536,8 @@ def window_losses(model, data, n_windows=128, seqlen=None, batch_size=16):
     """
     seqlen = seqlen or model.seqlen
     check_length(data, seqlen)
-    windows = sample_prompts(data, n_windows, seqlen + 1)  # [n_windows, T+1]
+    windows = sample_prompts(data, max(n_windows, N_WINDOWS), seqlen + 1)
+    windows = windows[evenly(n_windows, len(windows))]  # [n_windows, T+1]
     model_device = next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -542,7 +553,7 @@ def window_losses(model, data, n_windows=128, seqlen=None, batch_size=16):
     return torch.cat(losses).double()  # [n_windows]
 
 
-def validation_loss(model, data, n_windows=128, seqlen=None, batch_size=16):
+def validation_loss(model, data, n_windows=N_WINDOWS, seqlen=None, batch_size=16):
     """Mean cross entropy in nats per token over the windows of window_losses: each token weighs the same."""
     return window_losses(model, data, n_windows, seqlen, batch_size).mean().item()
 

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from gptlite_bounded import EvictingCache, by_group
+from gptlite_bounded import EvictingCache, RollingCache, by_group
 from gptlite_gqa import grouped_attention, grouped_weights
 from gptlite_kvcache import window_mask
 
@@ -144,6 +144,12 @@ def attention_steps(n_heads, d_head, like, n_keys, held=256):
     return runs
 
 
+def streaming_cache(budget):
+    """What StreamingLLM keeps: the first tokens, 4 at most, and the newest, at the text's positions."""
+    n_sinks = min(4, budget // 2)
+    return RollingCache(budget - n_sinks, n_sinks)
+
+
 RULES = {  # name: cache of a budget
     "oracle": OracleCache,
     "TOVA": TOVACache,
@@ -152,13 +158,14 @@ RULES = {  # name: cache of a budget
     "H2O, raw sums": partial(H2OCache, by_age=False),
     "SnapKV's rule": SnapKVCache,
     "window": WindowCache,
+    "window, sinks": streaming_cache,
     "random": RandomCache,
 }
 
 if __name__ == "__main__":
     import inference_report as harness
     import inference_words as words
-    from gptlite_bounded import GPTlite_Bounded, RollingCache, cache_bytes, kept_tokens
+    from gptlite_bounded import GPTlite_Bounded, cache_bytes, kept_tokens
     from gptlite_kvcache import GPTlite_KVCache
     from inference_report import Method
     from inference_utils import answer_losses, loss_difference, parameters_of

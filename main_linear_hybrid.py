@@ -181,7 +181,7 @@ if __name__ == "__main__":
     from main_kvcache import generate_kvcache
 
     TRANSFER_LR = 1e-2  # far above that of fine-tuning: each layer learns for itself, from inputs that stay
-    with harness.script(study.options(__doc__, max_tokens=65536, uptrain_steps=60)) as args:
+    with harness.script(study.options(__doc__, max_tokens=65536, uptrain_steps=48)) as args:
         text, (mha,) = harness.load_text(args), harness.load_models(args, GPTlite_KVCache)
         L, E, H, D, *_ = p = parameters_of(mha)
         layouts = {f"{n}:1": hybrid_layout(L, n) for n in (2, 5) if n < L} | {"all linear": ()}

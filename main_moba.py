@@ -168,6 +168,7 @@ if __name__ == "__main__":
         masked = Method(name, generate_kvcache, model, exact=False, **figures)
         rows = report.compare(prompts, args.n_tokens, dense, masked, label="")
         row = choices.add(name, model, rows[name])
+        choices.add_trained(name, row, trained, control)
         choices.row("MoBA", 2 * B, partial(rule, top_k=2 * args.top_k))
         choices.row("window", B, partial(sparse.choose_window, budget=B))
         after = report.row("dense, trained on", **report.loss_figures(control, mha))

@@ -220,6 +220,8 @@ if __name__ == "__main__":
         row = choices.add(name, model, rows[name])
         last = choices.row("window", budget, rule)
         last |= uptrained_figures(report, trained_window, control)
+        choices.add_trained(name, row, trained, control)
+        choices.add_trained(last["method"], last, trained_window, control)
         after = report.row("dense, trained on", **report.loss_figures(control, mha))
 
         whole = nsa((0.0, 1.0, 0.0), sizes._replace(n_selected=p.seqlen), packed=True)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "results"))
 
 from tables import TABLE, cells  # noqa: E402
 
+from inference_plot import draw_lines, new_figure, save_figure  # noqa: E402
 from inference_report import code_sha256, sha256_of  # noqa: E402
 
 RUNS = {  # what differs from a script without options; a name of its own where a script runs twice
@@ -179,6 +180,43 @@ def machine_line(reports):
     return line if gpu else f"{line} No figure here was made on a GPU."
 
 
+FAMILY = ("kv_eviction", "quest", "moba", "dsa", "nsa")  # reports with a table of loss against budget
+
+
+def family_lines(reports):
+    """{rule: (keys read, rise of the loss)} of all rules of sparse attention, from reports that are there.
+
+    Only of reports on the same weights and as many windows, which are the same then: the largest such group.
+    A rule that several reports have is the first one's.
+    """
+    tables = []  # (what must be the same, rows)
+    for report in (reports[name] for name in FAMILY if name in reports):
+        for title, rows in report["sweeps"].items():
+            if title.startswith("Loss against budget: "):
+                tables.append(((report["config"]["weights_sha256"], title.split()[3]), rows))
+    lines = {}
+    if tables:
+        same = Counter(key for key, _ in tables).most_common(1)[0][0]
+        for rows in (rows for key, rows in tables if key == same):
+            new = {}
+            for row in rows:
+                new.setdefault(row["rule"], []).append((row["keys read"], row["difference"]))
+            lines = new | lines
+    return {rule: tuple(zip(*sorted(points), strict=True)) for rule, points in lines.items()}
+
+
+def draw_family(reports, path):
+    """Draws loss against keys read for all rules of sparse attention; nothing where no report has it."""
+    if not (lines := family_lines(reports)):
+        return
+    figure, axes = new_figure(8.0, 5.0)
+    what = "mean number of keys that a query reads", "rise of the loss (nats)", "Sparse attention, one model"
+    draw_lines(axes, lines, *what, log="x")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 0.5))  # beyond it a model is of no use, and hides the others
+    axes.legend(fontsize=7, ncols=2)
+    save_figure(figure, path)
+
+
 def samples_of(folder):
     """What the README shows of real output: {marker: fenced text}, from the pages that runs printed."""
     samples = {}
@@ -237,6 +275,7 @@ def main():
     readme = ROOT / "README.md"
     if machines := machines_of(results):
         reports = load(results, machines)
+        draw_family(reports, figures / "sparse_attention.png")
         target = results / "README.md" if args.quick else readme
         target.write_text(render(readme.read_text(), reports, samples_of(results / machines[0])))
         old = [n for n, r in reports.items() if n in runs and not is_fresh(r, r.get("command", runs[n]))]

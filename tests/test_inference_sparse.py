@@ -10,6 +10,7 @@ from helpers import assert_close, tiny_model
 import gptlite_sparse as sparse
 import inference_report as harness
 import inference_sparse as study
+import inference_utils as utils
 from gptlite import GPTlite
 
 
@@ -43,8 +44,29 @@ def test_rows(choices):
     mixed = choices.row("window", 4, window(4), n_dense_layers=1)
     assert mixed["method"] == "window 4, 1 layers dense" and len(choices.lines["window"]) == 2
     assert mixed["keys_read"] is None and "mass" not in mixed
+    choices.add_trained("window 4", four, choices.models["window 16"], choices.base)
     choices.plot_losses()
     assert len(choices.report.panels) == 1
+    ((title, lines),) = choices.report.data["sweeps"].items()
+    assert title == "Loss against budget: 4 windows"
+    assert [(line["rule"], line["budget"]) for line in lines] == [
+        ("window", 16),
+        ("window", 4),
+        ("window, trained on", 4),
+    ]
+    assert lines[1]["difference"] == pytest.approx(four["loss_difference"])
+    assert lines[2]["difference"] == pytest.approx(0, abs=1e-5) and lines[2]["keys read"] == four["keys_read"]
+
+
+def test_the_familys_windows_are_some_of_the_reports(choices, monkeypatch):
+    """The table's losses are what a report of fewer windows has."""
+    monkeypatch.setattr(study, "FAMILY_WINDOWS", 32)
+    choices.args.n_windows = 128
+    choices.row("window", 4, window(4))
+    choices.budget_sweep()
+    ((title, (line,)),) = choices.report.data["sweeps"].items()
+    expected = utils.window_losses(choices.models["window 4"], choices.report.valid, 32).mean().item()
+    assert title.endswith(": 32 windows") and line["loss"] == pytest.approx(expected)
 
 
 def test_models_share_weights_and_not_rules(choices):

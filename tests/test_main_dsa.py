@@ -56,5 +56,7 @@ def test_script(distilled_checkpoint, tmp_path):
     extra = 32 / (2 * 192)  # index keys beside keys and values
     assert abs(dsa["kv_bytes_per_token"] / dense["kv_bytes_per_token"] - 1 - extra) < 1e-9
     assert dsa["approximate"] and "control after 1 steps" in report["why"][1]
-    (times,) = report["sweeps"].values()
+    times, losses = report["sweeps"].values()
+    rules = ["DSA", "DSA, trained on", "oracle for all heads", "window"]
+    assert [line["rule"] for line in losses] == rules
     assert [line["keys"] for line in times] == [1024, 4096]

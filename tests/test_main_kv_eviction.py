@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +23,10 @@ from main_kv_eviction import (
     TOVACache,
     WindowCache,
     attention_steps,
+    streaming_cache,
 )
 
-EVICTING = {name: make for name, make in RULES.items() if name != "oracle"}
+EVICTING = {name: make for name, make in RULES.items() if name not in ("oracle", "window, sinks")}
 every_rule = pytest.mark.parametrize("name", EVICTING)
 
 
@@ -175,6 +177,15 @@ def test_the_last_token_changes_nothing_before_it(name):
 def test_evicting_the_oldest_is_the_ring(T, budget):
     tokens = random_tokens(2, T)
     assert_close(bounded(WindowCache, budget)(tokens)[0], bounded(RollingCache, budget)(tokens)[0])
+
+
+def test_streaming_keeps_the_first_and_the_newest():
+    Q, K, V = draw(1, 2, 20, 4)
+    for budget, n_sinks in ((9, 4), (5, 2), (2, 1)):
+        token = torch.arange(20)
+        seen = (token > token[:, None] - (budget - n_sinks)) | (token < n_sinks)
+        expected = F.scaled_dot_product_attention(Q, K, V, attn_mask=seen & (token <= token[:, None]))
+        assert_close(streaming_cache(budget).attend(Q, K, V), expected)
 
 
 def test_the_oracle_reads_the_best_keys():

@@ -142,5 +142,6 @@ def test_script(distilled_checkpoint, tmp_path):
     assert 0.4 < less["mass"] < moba["mass"] < 1 and 0 < moba["best_missed"] < less["best_missed"]
     assert less["approximate"] and less["kv_bytes_per_token"] == dense["kv_bytes_per_token"]
     assert less["uptrained_loss"] > 0 and "control after 1 steps" in report["why"][1]
-    steps, prompts = report["sweeps"].values()
+    losses, steps, prompts = report["sweeps"].values()
+    assert [line["rule"] for line in losses] == ["MoBA", "MoBA, trained on", "MoBA", "window"]
     assert [line["keys"] for line in steps] == [line["tokens"] for line in prompts] == [1024, 4096]

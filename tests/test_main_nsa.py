@@ -189,7 +189,9 @@ def test_script(distilled_checkpoint, tmp_path):
         and "control after 1 steps" in report["why"][0]
     )
     assert nsa["n_parameters"] - dense["n_parameters"] == 3 * (192 * 9 + 9)
-    (times,) = report["sweeps"].values()
+    losses, times = report["sweeps"].values()
+    rules = ["NSA", "window", "NSA, trained on", "window, trained on"]
+    assert [line["rule"] for line in losses] == rules
     assert [line["keys"] for line in times] == [1024, 4096]
 
 

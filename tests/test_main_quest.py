@@ -182,7 +182,11 @@ def test_script(distilled_checkpoint, tmp_path):
     assert quest["mass"] < oracle["mass"] and oracle["recall"] == 1 and oracle["best_missed"] == 0
     assert 0 < quest["best_missed"] < 1 and quest["approximate"] and quest["tpot_ms"] > 0
     assert quest["kv_bytes_per_token"] == 1.25 * dense["kv_bytes_per_token"]  # two vectors more for eight
-    by_size, times = report["sweeps"].values()
+    by_size, losses, times = report["sweeps"].values()
+    assert [(line["rule"], line["budget"]) for line in losses] == [
+        (n, 32) for n in ("Quest", "oracle", "window")
+    ]
+    assert losses[0]["difference"] == pytest.approx(quest["loss_difference"])  # all windows of a quick run
     assert [line["page"] for line in by_size] == [1, 2, 4, 8, 16]
     assert all(a["mass"] > b["mass"] for a, b in zip(by_size, by_size[1:], strict=False))
     assert [line["keys"] for line in times] == [1024, 4096]

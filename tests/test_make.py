@@ -149,6 +149,38 @@ def test_rendering():
     assert make.render(page, {"kvcache": REPORT}, {"output": "```\npage\n```"}) == page
 
 
+def with_table(weights, title, *rows):
+    """A report with a table of (rule, keys read, rise of the loss)."""
+    rows = [dict(zip(("rule", "keys read", "difference"), row, strict=True)) for row in rows]
+    return {"config": {"weights_sha256": weights}, "sweeps": {"Other": [], title: rows}}
+
+
+def test_the_figure_of_sparse_attention(tmp_path):
+    """One line for each rule over all reports; other weights and other windows stay out of it."""
+    title = "Loss against budget: 32 windows"
+    reports = {
+        "quest": with_table("a", title, ("Quest", 31.5, 0.02), ("window", 31.0, 9.0), ("Quest", 15.5, 0.04)),
+        "kv_eviction": with_table(
+            "a", f"{title}, evicted from their first tokens on", ("window", 30.0, 0.07)
+        ),
+        "moba": with_table("b", title, ("MoBA", 30.0, 0.1)),
+        "dsa": with_table("a", "Loss against budget: 4 windows", ("DSA", 30.0, 0.1)),
+        "kvcache": REPORT,
+    }
+    lines = make.family_lines(reports)
+    assert lines == {"window": ((30.0,), (0.07,)), "Quest": ((15.5, 31.5), (0.04, 0.02))}
+    make.draw_family(reports, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    for absent in ({}, {"kvcache": REPORT}, {"quest": REPORT}):
+        assert make.family_lines(absent) == {}
+        make.draw_family(absent, tmp_path / "b.png")
+    assert not (tmp_path / "b.png").exists()
+
+
+def test_the_familys_reports_are_of_scripts():
+    assert set(make.FAMILY) <= set(make.all_runs())
+
+
 def test_cells_are_short():
     entry = next(entry for entry in tables.TABLE if entry["technique"] == "KV cache")
     entry = entry | {"gain": lambda r: "x" * 81}
