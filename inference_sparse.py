@@ -15,7 +15,7 @@ import inference_words as words
 from gptlite_gqa import grouped_attention
 from gptlite_sparse import GPTlite_Sparse, attention_inputs, choice_figures, use_choice
 from inference_cost import Cost
-from inference_utils import cached_logits, evenly, first_of, loss_difference
+from inference_utils import cached_logits, first_of, loss_difference
 
 COLUMNS = {  # of a report: what a choice of keys adds to a row
     "keys_read": ("keys read", "{:.1f}"),
@@ -79,14 +79,13 @@ class Choices:
 
     def budget_sweep(self):
         """Adds the table of loss against budget, which results/make.py draws the family's figure from."""
-        n = self.args.n_windows
-        few, sweep = evenly(min(FAMILY_WINDOWS, n), n), []
+        few, sweep = min(FAMILY_WINDOWS, self.args.n_windows), []
         for rule, row, *models in self.by_budget:
-            losses, reference = (self.report.loss_of(model)[few] for model in models)
+            losses, reference = (self.report.loss_of(model)[:few] for model in models)
             difference, se = loss_difference(losses, reference)
             line = {"rule": rule, "budget": row["budget"], "keys read": row["keys_read"]}
             sweep.append(line | {"loss": losses.mean().item(), "difference": difference, "+-": se})
-        self.report.sweep(f"Loss against budget: {len(few)} windows", sweep)
+        self.report.sweep(f"Loss against budget: {few} windows", sweep)
 
     def plot_losses(self):
         """Adds the panel of loss against keys read, a line for each rule, and budget_sweep()'s table."""

@@ -518,16 +518,11 @@ def sample_prompts(data, n_prompts, prompt_len):
 N_WINDOWS = 128  # of the validation loss
 
 
-def evenly(n, total):
-    """The numbers [n] of n among total things, at even distances. n = total takes all, in order."""
-    return torch.arange(n) * total // n
-
-
 @torch.no_grad()
 def window_losses(model, data, n_windows=N_WINDOWS, seqlen=None, batch_size=16):
     """Cross entropy in nats per token of each of the fixed windows, spread evenly over the data.
 
-    Fewer windows than 128 are some of the 128, those that evenly() takes: reports can be compared on them.
+    Fewer windows than 128 are the first of the 128, so that reports can be compared on them.
 
     Args: model: maps token ids [B, T] to logits [B, T, V], or to a tuple that begins with them;
         data: token ids [N]; n_windows: windows of seqlen tokens (default the model's context).
@@ -536,8 +531,7 @@ def window_losses(model, data, n_windows=N_WINDOWS, seqlen=None, batch_size=16):
     """
     seqlen = seqlen or model.seqlen
     check_length(data, seqlen)
-    windows = sample_prompts(data, max(n_windows, N_WINDOWS), seqlen + 1)
-    windows = windows[evenly(n_windows, len(windows))]  # [n_windows, T+1]
+    windows = sample_prompts(data, max(n_windows, N_WINDOWS), seqlen + 1)[:n_windows]  # [n_windows, T+1]
     model_device = next(model.parameters()).device
     was_training = model.training
     model.eval()
