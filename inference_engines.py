@@ -1,7 +1,7 @@
 """GPTlite in other people's engines, as rows beside ours: the same weights, prompts and tokens.
 
-Each engine is a module whose calls take the form generate(prompts, n_tokens) -> tokens, and which tells the
-harness when its steps begin. Optional: `pip install ctranslate2` adds its rows to --peers.
+An engine is timed from outside as a whole: tokens/s, and no times of its steps. Optional: `pip install
+ctranslate2` adds its rows to --peers.
 
 Source: OpenNMT, CTranslate2 (an engine for transformers in C++), 2019.
 """
@@ -21,12 +21,13 @@ def engine_methods(args, model):
     """A Method for each engine that is installed and runs GPTlite as it is: on the CPU, in float32.
 
     Args: args: of harness.options; model: GPTlite with ordinary linear layers. What an engine allocates is
-        not PyTorch's, so its peak memory is not known.
+        not PyTorch's, and its steps are its own: peak memory and times of tokens are not known.
     """
     if args.device.type != "cpu" or args.dtype != torch.float32 or find_spec("ctranslate2") is None:
         return []
     engine = CTranslate2(model, torch.get_num_threads())
-    known = {"peak_memory_mb": None, "n_parameters": n_parameters(model), "peer": True}
+    known = dict.fromkeys(("peak_memory_mb", "ttft_ms", "tpot_ms", "tpot_p99_ms", "forward_tokens"))
+    known |= {"n_parameters": n_parameters(model), "peer": True}
     return [Method("CTranslate2", generate_ctranslate2, engine, loss=False, **known)]
 
 
@@ -74,7 +75,8 @@ def ctranslate2_spec(model):
 class CTranslate2(nn.Module):
     """GPTlite in CTranslate2, in float32 on the CPU: generate(prompts, n_tokens), greedy.
 
-    forward() computes nothing: it is called where a step begins, which is what the harness's clock looks at.
+    forward() computes nothing: the harness's clock begins when it is called. Steps are not told: the engine
+    has a callback for each token, but a process in which one was used may end with an abort (4.8.5).
     Args: n_threads: of the engine.
     """
 
@@ -92,23 +94,10 @@ class CTranslate2(nn.Module):
 
     def generate(self, prompts, n_tokens):
         """Token ids [B, T] -> prompt and new tokens [B, T + n_tokens]."""
-        B, T = prompts.shape
         texts = [[str(token) for token in row] for row in prompts.tolist()]
+        lengths = {"min_length": n_tokens, "max_length": n_tokens, "max_batch_size": len(prompts)}
         self(prompts)
-
-        def after_a_token(result):
-            if result.batch_id == 0 and result.step < n_tokens - 1:
-                self(prompts[:, :1])
-            return False
-
-        results = self.engine.generate_batch(
-            texts,
-            max_length=n_tokens,
-            min_length=n_tokens,
-            include_prompt_in_result=False,
-            callback=after_a_token,
-            max_batch_size=B,
-        )
+        results = self.engine.generate_batch(texts, include_prompt_in_result=False, **lengths)
         new = prompts.new_tensor([result.sequences_ids[0] for result in results])  # [B, n]
         return torch.cat([prompts, new], dim=1)
 

@@ -23,7 +23,10 @@ def texts_of(rules, longest):
     known, before = {name: set() for name in rules}, None
     while known != before:
         before = known
-        parts = {f"<{name}>": f"({'|'.join(sorted(texts)) or '[^ab]'})" for name, texts in before.items()}
+        parts = {
+            f"<{name}>": f"({'|'.join(sorted(texts)) if texts else '[^ab]'})"
+            for name, texts in before.items()
+        }
         known = {}
         for name, expression in rules.items():
             for call, part in parts.items():
