@@ -73,6 +73,7 @@ def test_one_graph_for_each_view(monkeypatch):
     assert all(one.equal(other) for one, other in zip(outputs, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     report = quick_report("more/continuous_compiled.py", tmp_path, distilled_checkpoint)
     alone, eager, ours = report["rows"]

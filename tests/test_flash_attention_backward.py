@@ -195,6 +195,7 @@ def test_script(tmp_path):
     assert figure.stat().st_size > 1000 and len(report["why"]) == 4
 
 
+@pytest.mark.slow
 def test_script_in_16_bits_passes_and_finds_a_wrong_gradient(distilled_checkpoint, monkeypatch, capsys):
     """The values are right, GPTlite's gradient is 1% off: that check fails, all the others pass."""
     right = main_flash_attention.MultiHeadAttention_SDPA.forward

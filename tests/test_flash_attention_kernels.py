@@ -48,6 +48,7 @@ def test_backends_of_cuda(name):
     assert_close(out.float(), scaled_dot_product_attention(Q.float(), K.float(), V.float()), 1e-2)
 
 
+@pytest.mark.slow
 def test_script(tmp_path):
     run = run_script("more/flash_attention_kernels.py", "--quick", "--json", "-", cwd=tmp_path)
     assert run.status == 0, run.stderr

@@ -73,6 +73,7 @@ def test_compiled():
     assert_close(fused(q, *packed, 2, 2), quantized_attention(q, *packed, 2, 2))
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     report = quick_report("more/kv_quantization_speed.py", tmp_path, distilled_checkpoint)  # --quick
     rows = {row["method"]: row for row in report["rows"]}

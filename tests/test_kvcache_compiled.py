@@ -136,6 +136,7 @@ def test_packed_rows_and_bytes():
         assert weight_bytes(smaller) == weight_bytes(model) - (4 - size) * n
 
 
+@pytest.mark.slow
 def test_script():
     run = run_script("more/kvcache_compiled.py", "--quick", "--json", "-")
     assert run.status == 0 and all(run.json["checks"].values()), run.stderr

@@ -36,6 +36,7 @@ def test_break_even_for_a_given_number_of_keys():
     assert break_even(256, 64, 48) == math.inf
 
 
+@pytest.mark.slow
 def test_script():
     run = run_script("more/mla_absorption.py", "--quick", "--json", "-")
     assert run.status == 0, run.stderr + run.stdout
@@ -57,6 +58,7 @@ def test_script():
     assert "3.00 times higher" in run.json["why"][0]  # operations of a prefill
 
 
+@pytest.mark.slow
 def test_script_with_other_sizes():
     options = ("--d-latent", "32", "--contexts", "100", "--batch-size", "2", "--dtype", "bfloat16")
     run = run_script("more/mla_absorption.py", "--quick", "--json", "-", *options)

@@ -160,6 +160,7 @@ def test_script(distilled_checkpoint, tmp_path):
     assert rows["SVD 48"]["kv_bytes_per_token"] == 3 * 48 * 4
 
 
+@pytest.mark.slow
 def test_script_in_16_bits(distilled_checkpoint):
     """--dtype changes weights, losses and bytes alike."""
     options = ("--quick", "--json", "-", "--dtype", "bfloat16", "--d-latent", "48")

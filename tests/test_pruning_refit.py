@@ -159,6 +159,7 @@ def test_prune_units_without_refit_is_prune(kind):
 # ---- The script ----
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     args = ("--quick", "--json", "-")
     run = run_script("more/pruning_refit.py", *args, cwd=tmp_path, checkpoint=distilled_checkpoint)

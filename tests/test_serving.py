@@ -136,6 +136,7 @@ def test_refuses_requests_without_a_second_token(distilled_checkpoint, monkeypat
     assert "second token" in refusal("more/serving.py", options, monkeypatch, capsys)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "serving.png"
     options = ("--quick", "--json", "-", "--plot", figure)

@@ -40,6 +40,7 @@ def test_the_largest_norm_grows_with_the_channels():
     assert before >= 1 and largest_norm(rescale_channels(model, 2, 1024), tokens) > 100 * before
 
 
+@pytest.mark.slow
 def test_quick_run(distilled_checkpoint):
     if distilled_checkpoint != GPTLITE_DISTILLED_CKPT_PATH:
         pytest.skip("what sparsity costs needs trained weights")

@@ -125,6 +125,7 @@ def test_csr_layer_without_bias():
     assert_close(CSRLinear(linear)(x), linear(x))
 
 
+@pytest.mark.slow
 def test_quick_run(distilled_checkpoint):
     run = run_script("more/sparsity_speed.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr
@@ -142,6 +143,7 @@ def test_quick_run(distilled_checkpoint):
         assert any("CUDA" in line for line in run.json["why"])  # the reason why 2:4 stays dense
 
 
+@pytest.mark.slow
 def test_a_type_without_products_of_compressed_rows_leaves_them_out(distilled_checkpoint):
     args = ("--quick", "--json", "-", "--dtype", "bfloat16", "--device", "cpu")
     run = run_script("more/sparsity_speed.py", *args, checkpoint=distilled_checkpoint)

@@ -70,6 +70,7 @@ def test_bad_requests():
         generate_speculative_batch(TARGET, random_tokens(2, 10), 8, OTHER, 2)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     report = quick_report("more/speculative_batch.py", tmp_path, distilled_checkpoint)  # --quick
     rows = {row["method"]: row for row in report["rows"]}

@@ -66,6 +66,7 @@ def test_compiled_verification_equals_the_one_as_written():
     assert_close(*outputs)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint):
     run = run_script(
         "more/speculative_compiled.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint

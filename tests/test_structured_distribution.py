@@ -32,6 +32,7 @@ def test_masks_change_nothing_where_all_texts_are_equally_cut():
     assert expected_tries(p, q)[1] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     figure = tmp_path / "shares.png"
     options = ["--quick", "--json", "-", "--plot", figure]

@@ -172,6 +172,7 @@ def test_frequent_pieces():
     assert set(frequent_pieces("abc", 10)) == {"ab", "bc", "abc"}
 
 
+@pytest.mark.slow
 def test_script(distilled_checkpoint, tmp_path):
     report = quick_report("more/structured_grammar.py", tmp_path, distilled_checkpoint)
     assert len(report["checks"]) == 3 and all(report["checks"].values())
