@@ -180,8 +180,8 @@ if __name__ == "__main__":
         times = report.time_sweep(title, "tokens", lengths[:n], attentions)
         report.plot_sweep(title)
         report.why(words.loss(rows["by block"]) + closer(rows["by block"], rows["by token"]))
-        raw, smoothed = ({"method": line["keys"], "error": line["keys lean"]} for line in table[2:4])
-        report.why(words.about("where keys lean, keys", words.compare(raw, smoothed, "error")))
+        pair = [{"method": f"keys {line['keys']}", "error": line["keys lean"]} for line in table[2:4]]
+        report.why(words.about("where keys lean", words.compare(*pair, "error")))
         one, other = (words.crossover(times, "tokens", "int8", name) for name in ("textbook", "SDPA"))
         report.why(one + other)
         alone = p.n_layers * alternating_ms(attentions(W), args.repeats, device)["textbook"]

@@ -238,7 +238,11 @@ TABLE = [
     {
         "technique": "FlashAttention",
         "script": "main_flash_attention.py",
-        "deeper": ["more/flash_attention_backward.py", "more/flash_attention_kernels.py"],
+        "deeper": [
+            "more/flash_attention_backward.py",
+            "more/flash_attention_kernels.py",
+            "more/flash_attention_triton.py",
+        ],
         "exact": "exact",
         "training": "no",
         "reduces": "traffic and memory of attention",
