@@ -39,7 +39,7 @@ RUNS = {  # what differs from a script without options; a name of its own where 
     "pruning_long": ["main_pruning.py", "--steps", "500"],
 }
 LONG = {"distillation_long", "pruning_long"}  # hours: made only when they are named
-NOT_HERE = {"training", "kvcache_graph"}  # hours of training, or CUDA only
+NOT_HERE = {"training", "kvcache_graph", "flash_attention_triton"}  # hours of training, or for CUDA
 
 
 def all_runs():

@@ -246,7 +246,11 @@ TABLE = [
     {
         "technique": "FlashAttention",
         "script": "main_flash_attention.py",
-        "deeper": ["more/flash_attention_backward.py", "more/flash_attention_kernels.py"],
+        "deeper": [
+            "more/flash_attention_backward.py",
+            "more/flash_attention_kernels.py",
+            "more/flash_attention_triton.py",
+        ],
         "exact": "exact",
         "training": "no",
         "reduces": "traffic and memory of attention",
@@ -657,6 +661,37 @@ TABLE = [
         ),
     },
     {
+        "technique": "SageAttention: 8-bit products",
+        "script": "main_sage_attention.py",
+        "deeper": ["more/sage_formats.py"],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "time of the scores, on units for integers",
+        "gain": lambda r: (
+            f"scores in 8 bits at KL {row(r, 'by block')['kl']:.0e}, "
+            f"{row(r, 'by block')['top1']:.1%} the same best token"
+        ),
+        "cost": lambda r: "without such units {0:.1f} times the textbook's time at {tokens} tokens".format(
+            1 / faster(sweep(r, "Causal")[-1], "int8", "textbook"), **sweep(r, "Causal")[-1]
+        ),
+    },
+    {
+        "technique": "early exit (CALM)",
+        "script": "main_early_exit.py",
+        "deeper": ["more/relu_sparsity.py"],
+        "exact": "approximate",
+        "training": "no",
+        "reduces": "blocks that a token passes",
+        "gain": lambda r: (
+            f"{row(r, 'from block 1, 0.7, batch 1')['n_blocks']:.1f} blocks a token, TPOT "
+            f"{times(r, 'from block 1, 0.7, batch 1', 'all blocks, batch 1'):.2f} times lower"
+        ),
+        "cost": lambda r: "loss {:+.3f} (a static cut to as many blocks {:+.3f})".format(
+            row(r, "from block 1, 0.7, batch 1")["loss_difference"],
+            next(line for line in r["rows"] if line["method"].startswith("cut"))["loss_difference"],
+        ),
+    },
+    {
         "technique": "Quest",
         "script": "main_quest.py",
         "deeper": [],
@@ -722,6 +757,21 @@ TABLE = [
             f"loss {row(r, 'NSA')['loss_difference']:+.3f} with {row(r, 'NSA')['keys_read']:.0f} keys, "
             f"{row(r, 'NSA')['uptrained_loss_difference']:+.3f} trained on "
             f"(window {row(r, 'window')['uptrained_loss_difference']:+.3f})"
+        ),
+    },
+    {
+        "technique": "sparse-linear attention (SLA)",
+        "script": "main_sla.py",
+        "deeper": [],
+        "exact": "approximate",
+        "training": "a projection (fitted here)",
+        "reduces": "time of long attention without a mask",
+        "gain": lambda r: "{tokens:,} tokens: attention {0:.1f} times as fast".format(
+            faster(sweep(r, "Attention without")[-1], "SLA", "full attention"),
+            **sweep(r, "Attention without")[-1],
+        ),
+        "cost": lambda r: "error {:.0%} of the output (exact part alone {:.0%})".format(
+            *(row(r, name)["error on other texts"] for name in ("SLA", "exact part alone"))
         ),
     },
     {

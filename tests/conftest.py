@@ -8,6 +8,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports Triton, whose interpreter is chosen then
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 from gptlite import GPTlite
