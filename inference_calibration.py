@@ -45,6 +45,22 @@ def sum_inputs(layers, statistic, run):
 
 
 @torch.no_grad()
+def change_blocks(model, tokens, statistic, change, batch_size=8):
+    """Changes the blocks of a model in place one after the other, each by what it reads behind the last one.
+
+    Args: model: GPTlite in evaluation mode; tokens: calibration texts [B, T]; statistic: of what each linear
+        layer reads (see sum_inputs); change: function of (block, {name of a linear layer: sum}).
+    Returns the model.
+    """
+    x = model.token_embedding(tokens) + model.position_embedding.weight[: tokens.shape[1]]  # [B, T, E]
+    for block in model.blocks:
+        layers, pieces = linear_layers(block), x.split(batch_size)
+        change(block, sum_inputs(layers, statistic, lambda: [block(piece) for piece in pieces]))  # noqa: B023
+        x = torch.cat([block(piece) for piece in pieces])  # [B, T, E]
+    return model
+
+
+@torch.no_grad()
 def relative_error(W, pruned, H):
     """Norm of the error of a layer's outputs over the norm of the outputs, for inputs with X^T X = H."""
 

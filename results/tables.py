@@ -372,7 +372,7 @@ TABLE = [
     {
         "technique": "quantised weights",
         "script": "main_quantization.py",
-        "deeper": [],
+        "deeper": ["more/quantization_gptq.py"],
         "exact": "approximate",
         "training": "no",
         "reduces": "bytes of the weights that a step reads",

@@ -5,7 +5,14 @@ import torch
 from helpers import assert_close, random_tokens, tiny_model
 
 from gptlite import GPTlite
-from inference_calibration import input_products, input_squares, linear_layers, relative_error, sum_inputs
+from inference_calibration import (
+    change_blocks,
+    input_products,
+    input_squares,
+    linear_layers,
+    relative_error,
+    sum_inputs,
+)
 
 
 def test_statistics_are_those_of_the_inputs_and_hooks_go():
@@ -28,3 +35,19 @@ def test_relative_error_is_that_of_the_outputs():
     assert_close(relative_error(W, other, input_products(X)), expected.item(), 1e-9)
     assert relative_error(W, W, input_products(X)) == 0
     assert relative_error(W, other, torch.zeros(8, 8)) == 0  # no inputs, no outputs, no error
+
+
+def test_each_block_is_changed_by_what_it_reads_behind_the_changed_ones():
+    """A first block that is made to add nothing: the second reads the embeddings alone."""
+    model, tokens, seen = tiny_model(GPTlite), random_tokens(3, 7), []
+
+    def change(block, known):
+        seen.append(known)
+        for layer in (block.mha.out_proj, block.ffwd.net[2]):
+            layer.weight.zero_(), layer.bias.zero_()
+
+    x = model.token_embedding(tokens) + model.position_embedding.weight[:7]  # [B, T, E]
+    assert change_blocks(model, tokens, input_products, change, batch_size=2) is model
+    assert list(seen[0]) == list(linear_layers(model.blocks[0]))
+    for block, known in zip(model.blocks, seen, strict=True):
+        assert_close(known["mha.query_proj"], input_products(block.ln1(x).flatten(0, 1)))
