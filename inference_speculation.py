@@ -77,12 +77,29 @@ def round_figures(rounds):
     }
 
 
+def by_part(rounds, n_tokens, n_parts=3):
+    """For each part of answers of n_tokens: (tokens a round, share of rounds that drafted), None without any.
+
+    A round belongs to the part in which it begins; the first token of an answer comes before its rounds.
+    """
+    parts, place = [[] for _ in range(n_parts)], 1
+    for drafted, accepted in rounds:
+        parts[min(place * n_parts // n_tokens, n_parts - 1)].append((drafted, accepted))
+        place = place + accepted + 1
+        place = 1 if place >= n_tokens else place  # the next answer
+    figures = []
+    for part in parts:
+        drafting = sum(drafted > 0 for drafted, _ in part) / len(part) if part else None
+        figures.append((round_figures(part)["tokens_per_round"], drafting))
+    return figures
+
+
 def expected_tokens(alpha, n):
     """Tokens of a round of n drafts, each accepted with probability alpha: 1 + alpha + ... + alpha^n.
 
-    Over its cost in steps that is the speed-up (Leviathan et al., 2022).
+    Over its cost in steps that is the speed-up (Leviathan et al., 2022). None where alpha is not known.
     """
-    return sum(alpha**i for i in range(n + 1))
+    return None if alpha is None else sum(alpha**i for i in range(n + 1))
 
 
 # ---- What a round costs ----
@@ -160,9 +177,12 @@ class Study:
         method.buffers += cache_tensors(list(caches))
         return method
 
-    def add(self, row, round_steps=None, tokens=None):
-        """Adds to a row what its rounds say, their cost in steps, and the speed-up if they gave `tokens`."""
-        row.update(round_figures(self.rounds[row["method"]]), round_steps=round_steps)
+    def add(self, row, round_steps=None, tokens=None, name=None):
+        """Adds to a row what its rounds say, their cost in steps, and the speed-up if they gave `tokens`.
+
+        name: of the method, where the row's has a label behind it.
+        """
+        row.update(round_figures(self.rounds[name or row["method"]]), round_steps=round_steps)
         row["predicted"] = None if None in (round_steps, tokens) else tokens / round_steps
         return row
 

@@ -444,3 +444,16 @@ def kept(sampled, greedy):
         (-0.02, f"For a sampled target it does not matter how drafts are chosen {figures}."),
         f"A sampled target keeps more of greedy drafts {figures}.",
     )
+
+
+def flattered(first, last):
+    """Whether rounds give more at the end of answers than at their beginning, from tokens a round of both."""
+    if not known(first, last):
+        return Reason("Rounds at the beginning and at the end of answers were not both counted.")
+    figures = f"({first:.2f} tokens a round in the first third of an answer, {last:.2f} in the last)"
+    return choose(
+        last / first,
+        (1.1, f"Answers repeat themselves more the longer they get, which flatters lookup {figures}."),
+        (1 / 1.1, f"Lookup finds as much at the beginning of answers as at their end {figures}."),
+        f"Lookup finds less the longer answers get {figures}.",
+    )

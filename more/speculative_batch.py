@@ -163,9 +163,9 @@ if __name__ == "__main__":
             for name, rounds in (("ragged", ragged), ("waiting", worst)):
                 rows[name].update(study.round_figures(rounds), round_steps=cost)
             alpha = study.acceptance(ragged)
-            rows["ragged"]["predicted"] = alpha and study.expected_tokens(alpha, n) / cost
-            share = 1 if alpha is None else study.expected_tokens(alpha**B, n) / cost
-            rows["waiting"]["predicted"] = alpha and share
+            for name, share in (("ragged", alpha), ("waiting", alpha and alpha**B)):
+                tokens = study.expected_tokens(share, n)
+                rows[name]["predicted"] = None if tokens is None else tokens / cost
             ms = {name: row["tokens_per_s"] and 1000 / row["tokens_per_s"] for name, row in rows.items()}
             speed.append({"batch": B, "rows": B * (n + 1), "round/step": cost} | ms)
             tables[B] = rows
@@ -174,7 +174,7 @@ if __name__ == "__main__":
         report.check(
             "ragged rows accept no less than rows that wait",
             all(
-                t["ragged"]["tokens_per_round"] >= t["waiting"]["tokens_per_round"] - 1e-9
+                (t["ragged"]["tokens_per_round"] or 1) >= (t["waiting"]["tokens_per_round"] or 1) - 1e-9
                 for t in tables.values()
             ),
         )

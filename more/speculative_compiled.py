@@ -162,7 +162,7 @@ if __name__ == "__main__":
         costs["both compiled"] = n * times.of(fastest) + times.of("compiled verification")
         for name, cost in costs.items():
             alpha = study.acceptance(test.rounds[name])
-            test.add(rows[name], cost, None if alpha is None else study.expected_tokens(alpha, n))
+            test.add(rows[name], cost, study.expected_tokens(alpha, n))
         for name in rows:
             rows[name]["compile_s"] = seconds[name]
 

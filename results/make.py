@@ -34,6 +34,7 @@ RUNS = {  # what differs from a script without options; a name of its own where 
     "continuous_batching": ["main_continuous_batching.py", "--peers"],
     "benchmark": ["main_benchmark.py", "--peers"],
     "quest": ["main_quest.py", "--budgets", "16", "32", "64"],
+    "speculative_lookup": ["more/speculative_lookup.py", "--peers"],
     "speculative_decoding": ["main_speculative_decoding.py", "--peers"],
     "distillation_long": ["main_distillation.py", "--steps", "8000", "--alpha", "0"],
     "pruning_long": ["main_pruning.py", "--steps", "500"],

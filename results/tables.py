@@ -390,7 +390,12 @@ TABLE = [
     {
         "technique": "speculative decoding",
         "script": "main_speculative_decoding.py",
-        "deeper": ["more/speculative_batch.py", "more/speculative_compiled.py"],
+        "deeper": [
+            "more/speculative_batch.py",
+            "more/speculative_compiled.py",
+            "more/speculative_lookup.py",
+            "more/speculative_early_exit.py",
+        ],
         "exact": "exact; sampled: the same distribution",
         "training": "a draft model",
         "reduces": "forwards of the model",

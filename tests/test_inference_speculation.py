@@ -66,3 +66,10 @@ def test_bytes_of_a_token_from_the_tensors():
     expected = 2 * 2 * 32 * 8  # keys and values, layers, width, bytes of float64
     assert study.bytes_per_token([one]) == study.bytes_per_token([many]) == expected
     assert study.bytes_per_token([one, one]) == 2 * expected
+
+
+def test_rounds_by_part_of_the_answers():
+    """Two answers of 6 tokens: rounds begin at tokens 1, 3, 4 and at 1, 5."""
+    rounds = [(2, 1), (0, 0), (1, 1), (4, 3), (0, 0)]
+    assert study.by_part(rounds, 6) == [(3.0, 1.0), (1.0, 0.0), (1.5, 0.5)]
+    assert study.by_part([], 6) == [(None, None)] * 3
