@@ -73,6 +73,12 @@ def dequantize(codes, grid):
     return (groups if grid.zero is None else groups + grid.zero.float()[..., None]).flatten(1)
 
 
+def nearest(weight, n_bits, group=None, symmetric=True):
+    """A weight [O, I] at the nearest points of its grid, still of its own type."""
+    grid = grid_of(weight, n_bits, group, symmetric)
+    return dequantize(round_to(weight, grid, n_bits), grid).to(weight.dtype)
+
+
 class LinearInt8(nn.Module):
     """nn.Linear with a weight of int8 [O, I], a scale for each output [O, 1]: unpacked, then multiplied."""
 

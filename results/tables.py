@@ -372,7 +372,13 @@ TABLE = [
     {
         "technique": "quantised weights",
         "script": "main_quantization.py",
-        "deeper": ["more/quantization_gptq.py"],
+        "deeper": [
+            "more/quantization_gptq.py",
+            "more/quantization_awq.py",
+            "more/quantization_smoothquant.py",
+            "more/quantization_rotation.py",
+            "more/quantization_nf4.py",
+        ],
         "exact": "approximate",
         "training": "no",
         "reduces": "bytes of the weights that a step reads",
