@@ -158,11 +158,11 @@ class Study:
     def __init__(self, target):
         self.target, self.cache, self.rounds = target, StaticKVCache(target, 1), {}
 
-    def method(self, name, function, *more, caches=(), models=(), verifier=None):
+    def method(self, name, function, *more, caches=(), models=(), weights=(), verifier=None):
         """A Method of function(target, prompt, n_tokens, *more, rounds=).
 
-        Args: caches, models: those of the drafts, where they have any; verifier: what takes the target's
-            place in the function, with its weights.
+        Args: caches, models: those of the drafts, where they have any; weights: modules that read no tokens;
+            verifier: what takes the target's place in the function, with its weights.
         """
         from inference_report import Method
 
@@ -170,12 +170,33 @@ class Study:
         each = one_at_a_time(function, rounds=self.rounds[name])
 
         def run(_, prompts, n_tokens, *more):
-            return each(verifier, prompts, n_tokens, *more)
+            output = each(verifier, prompts, n_tokens, *more)
+            self.forget(more)
+            return output
 
         figures = {"kv_bytes_per_token": bytes_per_token([self.cache, *caches]), **NO_STEPS}
         method = Method(name, run, self.target, *more, steps=[verifier, *models], **figures)
         method.buffers += cache_tensors(list(caches))
+        method.buffers += [p for module in weights for p in module.parameters()]
         return method
+
+    def baseline(self, function):
+        """The Method "static" of function(target, prompt, n_tokens, cache): plain decoding."""
+        from inference_report import Method
+
+        def run(model, prompts, n_tokens, cache):
+            output = one_at_a_time(function)(model, prompts, n_tokens, cache)
+            self.forget()
+            return output
+
+        return Method("static", run, self.target, self.cache)
+
+    def forget(self, parts=()):
+        """Drops what the target and drafts keep of a text: it is no memory of the next run."""
+        for part in parts:
+            getattr(part, "reset", int)()
+        if hasattr(self.target, "hidden"):
+            self.target.hidden = None
 
     def add(self, row, round_steps=None, tokens=None, name=None):
         """Adds to a row what its rounds say, their cost in steps, and the speed-up if they gave `tokens`.

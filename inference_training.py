@@ -206,6 +206,27 @@ def distill(
     return losses
 
 
+def train_heads(heads, loss_of, train_data, iters, lr, batch_size, seqlen, seed=42, label="heads"):
+    """Trains what stands on a frozen model, as train_steps trains a model.
+
+    Args: heads: a module, whose parameters alone are changed; loss_of: (heads, tokens [B, T]) -> scalar; the
+        others as in train_steps.
+    Returns: the loss of every step. The heads are in evaluation mode afterwards.
+    """
+    device, optimizer, losses = next(heads.parameters()).device, make_optimizer(heads, lr), []
+    generator = torch.Generator().manual_seed(seed)
+    heads.train()
+    for step in (bar := tqdm(range(iters), desc=label, leave=False, disable=None)):
+        x = get_batch(train_data, batch_size, seqlen, generator)[0].to(device)  # [B, T]
+        with autocast(device):
+            loss = loss_of(heads, x)
+        optimizer_step(heads, optimizer, loss, learning_rate((step + 0.5) / iters, lr, warmup=0.1))
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    heads.eval()
+    return losses
+
+
 def uptrained(model, train_data, iters, lr, batch_size, seqlen, label="up-training"):
     """A copy of the model after train_steps, trained in float32 and then of the model's own type again."""
     trained = copy.deepcopy(model).float()

@@ -50,7 +50,7 @@ LOWER_IS_BETTER = {
     "forward_tokens": "work in tokens",
     "own_text_loss": "the teacher's loss on what it wrote",
 }
-HIGHER_IS_BETTER = {"tokens_per_s": "tokens/s"}
+HIGHER_IS_BETTER = {"tokens_per_s": "tokens/s", "tokens_per_round": "yield in tokens a round"}
 
 
 def known(*values):
@@ -456,4 +456,25 @@ def flattered(first, last):
         (1.1, f"Answers repeat themselves more the longer they get, which flatters lookup {figures}."),
         (1 / 1.1, f"Lookup finds as much at the beginning of answers as at their end {figures}."),
         f"Lookup finds less the longer answers get {figures}.",
+    )
+
+
+def drift(rows, trained, untrained):
+    """What training gave to drafts, and what is left of that at their last depth, from rows by "depth"."""
+    first, last = rows[0], rows[-1]
+    a, b, control = first.get(trained), last.get(trained), first.get(untrained)
+    if not known(a, b, control):
+        return Reason("The agreement of drafts was not measured.")
+    figures = f"at depth 1 drafts agree with the model in {a:.0%} of places, untrained in {control:.0%}"
+    gained = choose(
+        a - control,
+        (0.02, f"Training made the drafts: {figures}."),
+        f"Training made no drafts: {figures}.",
+    )
+    if last is first:
+        return gained
+    return gained + choose(
+        a - b,
+        (0.02, f"Fed with its own states the module drifts: {b:.0%} at depth {last['depth']}."),
+        f"Fed with its own states the module does not drift: {b:.0%} at depth {last['depth']}.",
     )

@@ -162,7 +162,6 @@ if __name__ == "__main__":
     import inference_speculation as study
     import inference_words as words
     from gptlite_kvcache import GPTlite_StaticKVCache
-    from inference_report import Method
     from inference_utils import GPTLITE_DISTILLED_CKPT_PATH, load_checkpoint
     from main_kvcache import generate_static
 
@@ -184,7 +183,7 @@ if __name__ == "__main__":
         report = harness.Report(args, "speculative decoding", target, columns, study.HIDE, text)
         drafts, itself, test = DraftModel(draft), DraftModel(target), study.Study(target)
         names, own = {n: f"{n} drafts" for n in lens}, f"{middle} of its own"
-        methods = [Method("static", study.one_at_a_time(generate_static), target, test.cache)]
+        methods = [test.baseline(generate_static)]
         for n, name in names.items():
             more = {"caches": [drafts.cache], "models": [draft]}
             methods.append(test.method(name, generate_speculative, drafts, n, test.cache, **more))

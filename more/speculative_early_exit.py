@@ -127,7 +127,6 @@ if __name__ == "__main__":
     import inference_words as words
     from gptlite import GPTlite
     from gptlite_kvcache import GPTlite_StaticKVCache
-    from inference_report import Method
     from main_kvcache import generate_static
 
     quick = {"n_requests": 1, "prompt_len": 16, "n_tokens": 12, "draft_len": 2}
@@ -153,7 +152,7 @@ if __name__ == "__main__":
         report.sweep("Greedy agreement of some blocks with all, on real text", shown)
 
         test, steps, forms = study.Study(target), {}, {}
-        methods = [Method("static", study.one_at_a_time(generate_static), target, test.cache)]
+        methods = [test.baseline(generate_static)]
         n_past = T + N // 2
         for e in range(1, L + 1):
             form, name = EarlyExit(target, e, test.cache), f"exit {e}"

@@ -70,7 +70,6 @@ if __name__ == "__main__":
     import inference_speculation as study
     import inference_words as words
     from gptlite_kvcache import GPTlite_StaticKVCache
-    from inference_report import Method
     from main_kvcache import generate_static
 
     quick = {"n_requests": 1, "prompt_len": 24, "n_tokens": 16, "longest_ngrams": [3]}
@@ -92,7 +91,7 @@ if __name__ == "__main__":
         test, tables, rounds = study.Study(target), {}, {}
         times = study.RowTimes(args, target, T + N // 2, range(2, n + 2))
         for kind, given in prompts.items():
-            methods = [Method("static", study.one_at_a_time(generate_static), target, test.cache)]
+            methods = [test.baseline(generate_static)]
             for m in sizes:
                 draft = LookupDraft(m, min(m, 2), args.device)
                 methods.append(test.method(f"up to {m}", generate_speculative, draft, n, test.cache))

@@ -401,6 +401,7 @@ TABLE = [
             "more/speculative_compiled.py",
             "more/speculative_lookup.py",
             "more/speculative_early_exit.py",
+            "more/speculative_lookahead.py",
         ],
         "exact": "exact; sampled: the same distribution",
         "training": "a draft model",
@@ -413,6 +414,23 @@ TABLE = [
         "cost": lambda r: (
             f"{times(r, 'static', '1 drafts', 'peak_memory_mb'):.2f} times the memory; a round "
             f"{fastest_draft(r)['round_steps']:.1f} steps"
+        ),
+    },
+    {
+        "technique": "multi-token prediction",
+        "script": "main_multi_token_prediction.py",
+        "deeper": ["more/speculative_medusa.py"],
+        "exact": "exact",
+        "training": "a block behind the frozen model",
+        "reduces": "forwards of the model",
+        "gain": lambda r: (
+            "{speedup:.2f} times the tokens/s: {tokens_per_round:.1f} tokens a round of {method}".format(
+                **fastest_draft(r)
+            )
+        ),
+        "cost": lambda r: (
+            f"{times(r, 'static', '1 drafts', 'n_parameters'):.2f} times the weights; untrained "
+            f"{row(r, 'untrained')['tokens_per_round']:.1f} tokens a round"
         ),
     },
     {
