@@ -16,6 +16,7 @@ system chooses, so no file is needed, and every process watches that of rank 0, 
 """
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,7 @@ import threading
 import time
 from collections import Counter, namedtuple
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from statistics import median
 from types import SimpleNamespace
@@ -32,21 +34,34 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from gptlite_kvcache import cache_bytes
 from inference_utils import alternating_ms, percentile, synchronize
 
 TIMEOUT_S = 40.0  # a collective that takes longer has lost a rank
 GRACE_S = 10.0  # after a rank's death: until rank 0 is ended from outside
 FOREVER = 7 * 24 * 3600.0  # ranks wait for what to do next while rank 0 measures something else
+SAME_LOSS = ["loss_difference", "loss_difference_se"]  # columns without news where a check has them
 LOST = ("Connection closed", "Connection reset", "Timed out", "Broken pipe", "Connection refused", "Socket")
+INTERFACE = "GLOO_SOCKET_IFNAME"
 UNDER_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def add_world_size(parser, default=2):
-    """Adds --world-size to a parser; under torchrun the default is the number of its processes."""
+    """Adds --world-size to a parser; under torchrun the default is the number of its processes.
+
+    There every process runs the whole script until the ranks meet: what those above 0 print is dropped.
+    """
     if under_torchrun():
         default = int(os.environ["WORLD_SIZE"])
+        if int(os.environ["RANK"]) > 0:
+            sys.stdout = open(os.devnull, "w")
     parser.add_argument("--world-size", type=int, choices=range(1, 65), metavar="N", default=default)
     parser._actions[-1].help = "processes that run the model together"
+
+
+def named(world_size, what="rank"):
+    """The name of a row for so many ranks: "2 ranks"; a single one says that nothing is split."""
+    return f"{world_size} {what}s" if world_size > 1 else f"1 {what} (nothing split)"
 
 
 def under_torchrun():
@@ -259,6 +274,8 @@ class Ranks:
     Under torchrun ranks above 0 end inside, with SystemExit, when rank 0 leaves.
     """
 
+    context = multiprocessing.get_context("spawn")  # threads and CUDA do not survive a fork
+
     def __init__(self, world_size, device="cpu", timeout_s=TIMEOUT_S):
         self.world_size, self.device, self.timeout_s = world_size, torch.device(device), timeout_s
         self.processes, self.store, self._closed = [], None, threading.Event()
@@ -267,6 +284,7 @@ class Ranks:
 
     def __enter__(self):
         n_threads = max(1, torch.get_num_threads() // self.world_size)
+        self._interface = os.environ.get(INTERFACE)  # which joining may set
         if self.world_size == 1 and not under_torchrun():
             return Team(0, 1, self.device, None, n_threads)
         try:
@@ -291,10 +309,9 @@ class Ranks:
         self.store = dist.TCPStore(
             "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        context = multiprocessing.get_context("spawn")  # threads and CUDA do not survive a fork
         for rank in range(1, self.world_size):
             args = (rank, self.world_size, self.device, port, n_threads, self.timeout_s)
-            process = context.Process(target=_other_rank, args=args, name=f"rank {rank}", daemon=True)
+            process = self.context.Process(target=_other_rank, args=args, name=f"rank {rank}", daemon=True)
             process.start()
             self.processes.append(process)
         threading.Thread(target=self._watch, daemon=True).start()
@@ -351,6 +368,8 @@ class Ranks:
             dist.destroy_process_group()
         self._end_processes()
         self.store = None  # closes the port
+        if self._interface is None:
+            os.environ.pop(INTERFACE, None)
         if line:
             raise ChildProcessError(line) from None
 
@@ -376,10 +395,10 @@ def _bytes(x):
 
 def _join(rank, world_size, device, store, n_threads, timeout_s):
     """This process as a rank: the group of the model's collectives, and one for what is to be done."""
-    if not under_torchrun() and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if not under_torchrun() and INTERFACE not in os.environ:
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         if loopback:  # the name of this machine may lead to an address that nobody answers at
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+            os.environ[INTERFACE] = loopback[0]
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
@@ -507,11 +526,34 @@ def group_figures(runs_ms, n_groups):
     return figures
 
 
-def one_and_ranks_ms(team, name, module, x, repeats, n_calls):
-    """{"one process": ms, "2 ranks": ms} of module(x) here and of the shards team.kept.name; on rank 0."""
+def split_ms(team, name, module, x, n_calls, repeats, column, times, n_numbers):
+    """A line {"one process": ms, "2 ranks": ms, column: ms} of module(x) and of the shards team.kept.name.
+
+    Args: column: for what so many all-reduces of so many numbers take.
+    """
     with torch.no_grad():
-        times = alternating_ms({"one process": lambda: module(x)}, repeats, team.device)
-    return times | {f"{team.world_size} ranks": team.run(shard_ms, name, n_calls, x)}
+        line = alternating_ms({"one process": lambda: module(x)}, repeats, team.device)
+    line[named(team.world_size)] = team.run(shard_ms, name, n_calls, x)
+    return line | {column: times * team.run(collective_ms, "all_reduce", n_numbers, n_calls)}
+
+
+def steps_by_batch(report, team, model, text, prompt_len, sizes):
+    """Adds a table of decode steps in one process behind a prompt, by the number of sequences.
+
+    Beside the whole step that of a group, which has a W-th of the sequences, and W messages of what a group's
+    tokens are between two layers. Returns: rows {"sequences", "one process", "a group", "its sends"}, in ms.
+    """
+    rows, W = [], team.world_size
+    for n in sizes:
+        steps = {}
+        for name, k in (("one process", n), ("a group", n // W)):
+            prompts = text.prompts(k, prompt_len)
+            steps[name] = partial(model, prompts[:, -1:], model(prompts)[1])
+        line = alternating_ms(steps, report.args.repeats, team.device)
+        n_numbers = n // W * model.ln.weight.numel()
+        line["its sends"] = W * team.run(collective_ms, "send", n_numbers, 20) if W > 1 else 0.0
+        rows.append({"sequences": n} | line)
+    return report.sweep("A decode step: time (ms)", rows)
 
 
 Counted = namedtuple("Counted", "result calls sent_bytes seconds total_seconds")
@@ -525,6 +567,47 @@ def counted(team, function, *args):
     synchronize(team.device)
     total = time.perf_counter() - begin
     return Counted(result, dict(team.calls), dict(team.sent_bytes), dict(team.seconds), total)
+
+
+def profiled(team, name, *args):
+    """What PyTorch's profiler sees of a call of team.kept.name: {collective: [numbers of each call]}."""
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        call_shard(team, name, *args)
+    found = {}
+    for event in profile.function_events:
+        library, _, kind = event.name.partition(":")
+        if library in ("gloo", "nccl"):
+            found.setdefault(kind, []).append(sum(map(math.prod, event.input_shapes)))
+    return found
+
+
+def n_held(model):
+    """Parameters that this rank holds of a model, of a DTensor its own part."""
+    return sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
+
+
+def compare_shard(report, label, team, name, model, prompts):
+    """A line of a table on the shards team.kept.name of a model; adds checks that they compute what it does.
+
+    Args: model: token ids [B, T] -> logits [B, T, V], cache; label: what the shards are, for the checks.
+    Returns: {"weights", "of a rank", "KV B/token", "on a rank", "all-reduces", "B/token"}: parameters, bytes
+        of cache, and what PyTorch's profiler sees that a rank hands over in a pass of the prompts.
+    """
+    logits, cache = model(prompts)
+    found, *others = team.gather(call_shard, name, prompts)
+    same = all(torch.equal(other[0].cpu(), found[0].cpu()) for other in others)
+    report.check(f"{label}: all ranks have the same logits, bit for bit", same)
+    report.check_close(f"{label}: logits of {named(team.world_size)} and of one process", found[0], logits)
+    sent = team.run(profiled, name, prompts).get("all_reduce", [])
+    line = {"weights": n_held(model), "of a rank": max(team.gather(_n_held_of, name))}
+    for key, one in (("KV B/token", cache), ("on a rank", found[1])):
+        line[key] = cache_bytes(one) // prompts.numel()
+    n_bytes = sum(sent) * logits.element_size()
+    return line | {"all-reduces": len(sent), "B/token": n_bytes // prompts.numel()}
+
+
+def _n_held_of(team, name):
+    return n_held(getattr(team.kept, name))
 
 
 # ---- What a collective costs ----

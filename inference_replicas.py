@@ -196,6 +196,8 @@ def compare_ways(report, team, plain, ways, workloads, loads, n_slots):
             last = runs[way, loads[-1]]
             gaps = [1000 * (t[1] - t[0]) for *_, times in last for t in times if len(t) > 1]
             figures = run_figures(last) | {"first_gap_ms": median(gaps) if gaps else None}
+            p99 = [run_figures([one])["tpot_p99_ms"] for one in last]
+            figures["tpot_p99_ms_spread"] = None if None in p99 else (min(p99), max(p99))
             figures |= {"tokens_per_s": median(speeds), "tokens_per_s_spread": (min(speeds), max(speeds))}
             figures |= {"goodput": goodput(attained[way]), "same_output": known[str(last[-1][1])]}
             rows[workload, way] = report.row(f"{workload}: {way}", None, way == base, **figures)

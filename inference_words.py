@@ -6,6 +6,8 @@ What is true on every machine stands in a script's docstring instead.
 
 import math
 
+from inference_links import spared_ms
+
 
 class Reason(str):
     """A sentence whose words were chosen by figures of this run; it begins with a capital letter."""
@@ -300,16 +302,16 @@ def recovery(row, n_steps):
     )
 
 
-def split_pays(rows, size, whole, cost, parts):
+def split_pays(rows, size, whole, cost, parts, part=None):
     """From which size on it pays to split work over processors of their own, computed from measured times.
 
-    Splitting spares all but 1/parts of the work, and adds a cost that one process does not have.
-    Args: rows of a sweep; whole: column of the ms of one process; cost: column of the ms that are added.
+    Splitting spares all but a part of the work, and adds a cost that one process does not have.
+    Args: rows of a sweep; cost: column of the ms that are added; whole, parts, part: as in spared_ms.
     """
     rows = [row for row in rows if known(row.get(whole), row.get(cost))]
     if parts < 2 or not rows:
         return Reason("Nothing was split in this run, so it does not tell when splitting pays.")
-    gains = [(row[size], row[whole] * (1 - 1 / parts), row[cost]) for row in rows]
+    gains = [(row[size], spared_ms(row, whole, parts, part), row[cost]) for row in rows]
     wins = [n for n, spared, added in gains if spared > added]
 
     def figures(n):

@@ -106,6 +106,7 @@ if __name__ == "__main__":
     import inference_words as words
     from gptlite_kvcache import GPTlite_KVCache
     from gptlite_moe import GroupedExperts, route, upcycle
+    from inference_links import add_break_even
     from inference_report import Method
     from inference_utils import alternating_ms
 
@@ -131,7 +132,7 @@ if __name__ == "__main__":
         noisy = upcycle(loose, n, k, noise=0.1)  # whose experts differ
         looped = pack_linears(upcycle(loose, n, k))
         grouped = pack_linears(upcycle(loose, n, k, experts_class=GroupedExperts))
-        one, ranks = "mixture, one process", f"mixture, {W} ranks"
+        one, ranks = "mixture, one process", f"mixture, {distributed.named(W)}"
         report = harness.Report(args, "expert parallelism", dense, text=text, world_size=W)
         with distributed.Ranks(W, args.device) as team, torch.no_grad():
             held = team.gather(keep_experts, "experts", upcycle(loose, n, k, args.capacity))
@@ -147,7 +148,8 @@ if __name__ == "__main__":
                 Method(ranks, generate, spread, limit, steps=shard, exact=exact),
             )
             logits = team.run(forward_experts, "noisy", prompts)[0]
-            report.check_close(f"logits of different experts on {W} ranks", logits, noisy(prompts)[0])
+            name = f"logits of different experts on {distributed.named(W)}"
+            report.check_close(name, logits, noisy(prompts)[0])
             loads, lines = team.gather(load_of, "experts", prompts), []
             report.check(f"{k} experts compute each token", sum(loads) == k * B * T * L or not exact)
             for r, run in enumerate(team.gather(distributed.counted, forward_experts, "experts", prompts)):
@@ -167,6 +169,9 @@ if __name__ == "__main__":
                 cost = 2 * exchange(k * N * E // W, 20) + exchange(n, 20)  # there, back, and how many
                 by_tokens.append(line | {"its exchanges": L * cost * (W > 1)})
             report.sweep(title, by_tokens)
+            row = k * E * args.dtype.itemsize / W  # bytes of a token's rows, of which each rank has its part
+            exchanges = [(2 * L, "all_to_all", row), (L, "all_to_all", 0)]  # rows, and how many: a few bytes
+            add_break_even(report, by_tokens, "tokens", one, "its exchanges", exchanges, W)
 
         report.why(words.compare(rows[ranks], rows[one], "tokens_per_s"))
         report.why(words.load(loads, "the router"))

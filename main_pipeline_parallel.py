@@ -154,15 +154,15 @@ if __name__ == "__main__":
     import inference_words as words
     from gptlite_kvcache import GPTlite_KVCache, cache_bytes
     from gptlite_stages import layers_of
+    from inference_links import add_break_even
     from inference_report import Method
     from inference_utils import alternating_ms
     from main_kvcache import generate_kvcache
 
-    sizes = {"batch_size": 16, "prompt_len": 64, "n_tokens": 32}
     quick = {"batch_size": 4, "n_tokens": 4, "n_windows": 2}
-    parser = harness.options(__doc__, repeats=3, quick=quick, **sizes)
+    parser = harness.options(__doc__, repeats=3, batch_size=16, prompt_len=64, n_tokens=32, quick=quick)
     distributed.add_world_size(parser)
-    columns = {"idle": ("idle", "{:.0%}"), "expected": ("expected", "{:.0%}")}
+    columns = {"idle": ("idle", "{:.0%}"), "expected": ("computed idle", "{:.0%}")}
     with harness.script(parser) as args:
         S, B, n_new = args.world_size, args.batch_size, args.n_tokens
         args.device = distributed.ranks_device(args)
@@ -170,24 +170,23 @@ if __name__ == "__main__":
         whole, loose = (harness.load_models(args, GPTlite_KVCache, packed=way)[0] for way in (True, False))
         L, seqlen, size = len(whole.blocks), whole.seqlen, whole.ln.weight.nbytes  # bytes of a token
         n_layers, T = [len(layers_of(r, S, L)) for r in range(S)], min(args.prompt_len, seqlen)
-        one, ranks = "one process", f"{S} stages"
+        one, alone, ranks = "one process", "a rank alone", distributed.named(S, "stage")
         names = {M: f"{ranks}, {M} group{'s' * (M > 1)}" for M in (1, 2, 4, 8) if M <= B}
-        report = harness.Report(args, "pipeline parallelism", whole, columns, text=text, world_size=S)
+        known = [*distributed.SAME_LOSS, "forward_tokens", "n_parameters"]  # a check or a table has them
+        report = harness.Report(args, "pipeline parallelism", whole, columns, known, text, world_size=S)
         with distributed.Ranks(S, args.device) as team, torch.no_grad():
             sizes, prompts = team.gather(keep_stage, "stage", loose), text.prompts(B, T)
             spread = distributed.OnAllRanks(team, "stage", forward_pipeline)
             decode = lambda _, *work: team.run(generate_pipeline, "stage", *work)  # noqa: E731
-            rows = report.compare(
-                prompts,
-                n_new,
-                Method(one, generate_kvcache, whole),
-                Method("one process, a rank's threads", partial(team.alone, generate_kvcache), whole),
-                *(Method(n, decode, spread, seqlen, M, steps=[spread.shard]) for M, n in names.items()),
-            )
+            methods = [Method(one, generate_kvcache, whole)]
+            methods.append(Method(alone, partial(team.alone, generate_kvcache), whole))
+            for M, name in names.items():
+                methods.append(Method(name, decode, spread, seqlen, M, steps=[spread.shard]))
+            rows = report.compare(prompts, n_new, *methods, label="")
             held, passes, n_read = [], [], B * (T + n_new - 1)  # tokens that pass through
             for M, name in names.items():
                 work = generate_pipeline, "stage", prompts, n_new, seqlen, M
-                rows[name] |= distributed.group_figures(report.measured[f"{name}, batch {B}"].runs_ms, M)
+                rows[name] |= distributed.group_figures(report.measured[name].runs_ms, M)
                 rows[name] |= {"idle": distributed.idle_of(team, "stage", *work)}
                 rows[name] |= {"expected": idle_share(n_layers, M, n_new)}
             runs = team.gather(distributed.counted, *work)
@@ -208,15 +207,22 @@ if __name__ == "__main__":
                 work = forward_pipeline, "stage", prompts, M
                 line[ranks] = distributed.function_ms(team, args.repeats, *work)
                 line["idle"] = distributed.idle_of(team, "stage", *work)
-                line["expected"] = idle_share(n_layers, M)
+                line["computed idle"] = idle_share(n_layers, M)
                 passes.append({"groups": M} | line)
                 report.check_close(f"logits of {name} and of {one}", team.run(*work)[0], whole(prompts)[0])
             report.sweep(title, passes)
 
+            sizes = [n * S for n in ((1, 8) if args.quick else (1, 4, 16, 64))]
+            steps = distributed.steps_by_batch(report, team, whole, text, T, sizes)
+            add_break_even(
+                report, steps, "sequences", one, "its sends", [(S, "send", size / S)], S, "a group"
+            )
+
         best = max((rows[name] for name in names.values()), key=lambda row: row["tokens_per_s"] or 0)
-        for other in (rows[one], rows["one process, a rank's threads"]):
+        for other in (rows[one], rows[alone]):
             report.why(words.compare(best, other, "tokens_per_s") + words.compare(best, other))
-        report.why(words.about("a pass", words.crossover(passes, "groups", ranks, one)))
-        report.why(words.idle(best, "idle", "expected"))
+        a_pass = words.about("a pass", words.crossover(passes, "groups", ranks, one))
+        report.why(a_pass + words.idle(best, "idle", "expected"))
+        report.why(words.split_pays(steps, "sequences", one, "its sends", S, "a group"))
         report.plot_sweep(title, names=[one, ranks])
         report.finish()

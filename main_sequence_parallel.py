@@ -85,9 +85,6 @@ FORMS = {  # name: (attention, whether chunks lie in a zigzag)
 }
 
 
-# ---- In the model ----
-
-
 class MultiHeadAttention_Sequence(MultiHeadAttention):
     """Attention that is given from outside: attend(q, k, v), [B, H, t, D] each -> [B, H, t, D]."""
 
@@ -178,6 +175,7 @@ if __name__ == "__main__":
     import inference_report as harness
     import inference_words as words
     from gptlite_kvcache import GPTlite_KVCache, cache_bytes
+    from inference_links import add_break_even
     from inference_report import Method
     from inference_utils import GPTLITE_CKPT_PATH, alternating_ms
     from main_kvcache import generate_kvcache
@@ -191,8 +189,10 @@ if __name__ == "__main__":
         text = harness.load_text(args)
         whole, model = harness.load_models(args, GPTlite_KVCache, GPTlite_Sequence, packed=False)
         L, H, D, seqlen = len(model.blocks), whole.blocks[0].mha.n_heads, 64, model.seqlen
-        if T + args.n_tokens > seqlen + 1 or H % W:
-            raise ValueError(f"{T} and {args.n_tokens} tokens: at most {seqlen + 1}; {W} ranks for {H} heads")
+        if T + args.n_tokens > seqlen + 1:
+            raise ValueError(f"{T} tokens and {args.n_tokens} new ones do not fit the context of {seqlen}")
+        if H % W:
+            raise ValueError(f"Ulysses splits heads: {H} cannot be split over {W} ranks evenly")
         report = harness.Report(args, "sequence parallelism", whole, text=text, world_size=W)
         prompts, lines, long, pairs = text.prompts(1, T), [], [], []
         with distributed.Ranks(W, args.device) as team, torch.no_grad():
@@ -238,11 +238,13 @@ if __name__ == "__main__":
                 long[-1]["ring's exchanges"] = (W - 1) * ms
             report.sweep("A prompt through GPTlite: time (ms)", lines)
             report.sweep("Causal attention of one layer: time (ms)", long)
+            kv = 2 * H * D * args.dtype.itemsize / W  # bytes of keys and values on a rank, for each token
+            add_break_even(report, long, "tokens", one, "ring's exchanges", [(W - 1, "send", kv)], W)
 
         ours, base = table[zigzag], table[one]
         report.why(words.compare(ours, base) + words.compare(ours, base, "ttft_ms"))
         report.why(words.about("a prompt", words.crossover(lines, "tokens", zigzag, alone)))
         report.why(words.about("attention alone", words.crossover(long, "tokens", zigzag, one)))
-        report.why(words.split_pays(long, "tokens", alone, "ring's exchanges", W))
+        report.why(words.split_pays(long, "tokens", one, "ring's exchanges", W))
         report.plot_sweep("Causal attention of one layer: time (ms)")
         report.finish()

@@ -9,7 +9,8 @@ Exact up to the rounding of sums that are split. Wins memory: weights and cache 
 number of ranks, so larger models fit. Wins time where a layer takes longer than its two all-reduces, which is
 a matter of width and of the link. Loses where layers are narrow, as GPTlite's are. With fewer heads of keys
 and values than ranks (GQA) these are copied, and the cache shrinks no further. A token that is drawn at
-random must be drawn on one rank and sent to the others.
+random must be drawn on one rank and sent to the others. PyTorch's DTensor makes the same split from a plan
+of names, and sends the same, but decides anew in every operation what to send: that takes time as well.
 
 Run: python main_tensor_parallel.py              (or: torchrun --nproc-per-node 2 main_tensor_parallel.py)
 
@@ -21,8 +22,11 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from inference_distributed import part_of
+from inference_distributed import n_held, part_of
 from linear_packed import pack_linears
 
 
@@ -110,11 +114,30 @@ def shard_model(team, model):
     return model
 
 
+def shard_by_dtensor(team, model):
+    """The same split by PyTorch, in place, of ordinary layers, on two ranks or more.
+
+    For heads of queries, keys and values that W divides: a plan splits matrices and knows of no heads.
+    """
+    mesh = init_device_mesh(team.device.type, (team.world_size,))
+    names = ("mha.query_proj", "mha.key_proj", "mha.value_proj", "ffwd.net.0")
+    plan = dict.fromkeys(names, ColwiseParallel())  # by outputs
+    plan |= dict.fromkeys(("mha.out_proj", "ffwd.net.2"), RowwiseParallel())  # by inputs, then all-reduce
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan, src_data_rank=None)  # every rank has the weights already
+        block.mha.n_heads //= team.world_size
+        block.mha.n_groups = getattr(block.mha, "n_groups", 0) // team.world_size
+    head = {"fc_out": ColwiseParallel(output_layouts=Replicate())}  # gathered, and whoever reads it waits
+    parallelize_module(model, mesh, head, src_data_rank=None)
+    model.fc_out.register_forward_hook(lambda _, x, out: out.wait() if hasattr(out, "wait") else out)
+    return model
+
+
 def keep_shard(team, name, model, shard=shard_model, packed=True):
     """Keeps this rank's part of a model as team.kept.name; returns how many parameters it has."""
     model = shard(team, copy.deepcopy(model).to(team.device))
     setattr(team.kept, name, pack_linears(model) if packed else model)
-    return sum(p.numel() for p in model.parameters())
+    return n_held(model)
 
 
 def choose_together(team, logits, temperature=0.0):
@@ -152,72 +175,71 @@ if __name__ == "__main__":
     import inference_report as harness
     import inference_words as words
     from gptlite_gqa import GPTlite_GQA, convert_mha_to_gqa
-    from gptlite_kvcache import Block_KVCache, GPTlite_KVCache, cache_bytes
+    from gptlite_kvcache import Block_KVCache, GPTlite_KVCache
+    from inference_links import add_break_even
     from inference_report import Method
-    from inference_utils import GPTLITE_CKPT_PATH, load_checkpoint, n_parameters, parameters_of
+    from inference_utils import GPTLITE_CKPT_PATH, load_checkpoint, parameters_of
     from main_kvcache import generate_kvcache
 
-    sizes = {"batch_size": 8, "prompt_len": 64, "n_tokens": 64}
     quick = {"checkpoint": GPTLITE_CKPT_PATH, "n_tokens": 4, "batch_size": 1, "n_windows": 2}
-    parser = harness.options(__doc__, repeats=3, quick=quick, **sizes)
+    parser = harness.options(__doc__, repeats=3, batch_size=8, prompt_len=64, n_tokens=64, quick=quick)
     distributed.add_world_size(parser)
     with harness.script(parser) as args:
         W, args.device = args.world_size, distributed.ranks_device(args)
         text, state = harness.load_text(args), load_checkpoint(args.checkpoint)
         whole = harness.build(args, state, GPTlite_KVCache)
         loose = harness.build(args, state, GPTlite_KVCache, packed=False)  # ordinary linear layers
-        p, n_calls, one, ranks = parameters_of(whole), 3 if args.quick else 20, "one process", f"{W} ranks"
-        seqlen, n_new, T = whole.seqlen, args.n_tokens, min(args.prompt_len, whole.seqlen)
+        p, one, ranks, size = parameters_of(whole), "one process", distributed.named(W), args.dtype.itemsize
+        n_new, T, n_calls = args.n_tokens, min(args.prompt_len, whole.seqlen), 3 if args.quick else 20
         heads_of(0, W, p.n_heads, p.n_heads)  # refused before any process is started
-        report = harness.Report(args, "tensor parallelism", whole, text=text, prompt_len=T, world_size=W)
+        known, sizes = distributed.SAME_LOSS, {"prompt_len": T, "world_size": W}
+        report = harness.Report(args, "tensor parallelism", whole, hide=known, text=text, **sizes)
         with distributed.Ranks(W, args.device) as team, torch.no_grad():
             team.run(keep_shard, "hand", loose)
             spread, tables = distributed.OnAllRanks(team, "hand"), {}
             generate = lambda _, *work: team.run(generate_tensor_parallel, "hand", *work)  # noqa: E731
+            methods = [Method(one, generate_kvcache, whole)]
+            methods.append(Method("a rank alone", partial(team.alone, generate_kvcache), whole))
+            methods.append(Method(ranks, generate, spread, steps=[spread.shard]))
             for B in sorted({1, args.batch_size}):
-                tables[B] = report.compare(
-                    prompts := text.prompts(B, T),
-                    n_new,
-                    Method(one, generate_kvcache, whole),
-                    Method("one process, a rank's threads", partial(team.alone, generate_kvcache), whole),
-                    Method(ranks, generate, spread, steps=[spread.shard]),
-                )
-            run = team.run(distributed.counted, generate_tensor_parallel, "hand", prompts[:1], n_new, seqlen)
+                tables[B] = report.compare(prompts := text.prompts(B, T), n_new, *methods)
+            work = generate_tensor_parallel, "hand", prompts[:1], n_new, whole.seqlen
+            run = team.run(distributed.counted, *work)
             n_reduced, n_read = 2 * p.n_layers * (W > 1), T + n_new - 1  # all-reduces of a step; tokens
-            n_bytes = n_reduced * p.d_model * args.dtype.itemsize  # that a token hands over in them
+            n_bytes = n_reduced * p.d_model * size  # that a token hands over in them
             calls, sent = (counts.get("all_reduce", 0) for counts in (run.calls, run.sent_bytes))
             right = calls == n_reduced * n_new and sent == n_bytes * n_read
             report.check(f"{n_reduced} all-reduces a step, {n_bytes} bytes a token", right)
-            held = []  # by the heads of keys and values, which a rank has a part of, or a copy
-            for G in (G for G in (1, 2, 3, 6) if p.n_heads % G == 0 and (G % W == 0 or W % G == 0)):
+            groups = {1, p.n_heads} | (set() if args.quick else {2, 3})  # heads of keys and values
+            groups = [G for G in sorted(groups) if p.n_heads % G == 0 and (G % W == 0 or W % G == 0)]
+            cases, (held, by_length, by_width) = [(G, "hand", shard_model) for G in groups], ([], [], [])
+            for G, way, shard in cases + [(p.n_heads, "DTensor", shard_by_dtensor)][: W - 1]:
                 grouped = convert_mha_to_gqa(state, p.n_heads, p.d_head, G)
                 gqa = harness.build(args, grouped, GPTlite_GQA, packed=False, n_groups=G)
-                held.append({"KV heads": G, "parameters": n_parameters(gqa)})
-                held[-1]["of a rank"] = max(team.gather(keep_shard, "gqa", gqa))
-                (logits, cache), *others = team.gather(distributed.call_shard, "gqa", prompts)
-                held[-1]["KV B/token"] = cache_bytes(gqa(prompts)[1]) // prompts.numel()
-                held[-1]["on a rank"] = cache_bytes(cache) // prompts.numel()
-                same = all(torch.equal(other.cpu(), logits.cpu()) for other, _ in others)
-                report.check(f"{G} KV heads: all ranks have the same logits, bit for bit", same)
-                report.check_close(f"{G} KV heads: logits of {ranks} and of {one}", logits, gqa(prompts)[0])
-            report.sweep("What a rank holds, by the heads of keys and values", held)
-
-            def timed(name, module, x, n_numbers, n_layers=1):
-                times = distributed.one_and_ranks_ms(team, name, module, x, args.repeats, n_calls)
-                ms = team.run(distributed.collective_ms, "all_reduce", n_numbers, n_calls)
-                return times | {"its all-reduces": 2 * n_layers * ms}
-
-            by_length, by_width = [], []
+                team.run(keep_shard, "gqa", gqa, shard, False)
+                name, line = f"KV heads {G}, by {way}", {"KV heads": G, "split by": way}
+                line |= distributed.compare_shard(report, name, team, "gqa", gqa, prompts)
+                right = line["all-reduces"] == n_reduced and line["B/token"] == n_bytes
+                report.check(f"{name}: as many all-reduces and bytes, as PyTorch's profiler sees it", right)
+                line["prompt ms"] = team.run(distributed.shard_ms, "gqa", n_calls, prompts[:1])
+                line["token ms"] = team.run(distributed.shard_ms, "gqa", n_calls, prompts[:1, :1])
+                held.append(line)
+            report.sweep(
+                "A rank's part of the weights and the cache, and what it sends; ordinary layers", held
+            )
             for n in (1, 64) if args.quick else (1, 16, 64, 256):
-                times = timed("hand", whole, text.prompts(1, n), n * p.d_model, p.n_layers)
+                work = "hand", whole, text.prompts(1, n), n_calls, args.repeats
+                times = distributed.split_ms(team, *work, "its all-reduces", n_reduced, n * p.d_model)
                 by_length.append({"tokens": n} | times)
-            for E in (384, 768) if args.quick else (384, 768, 1536, 3072):
+            for E in (384, 768) if args.quick else (384, 768, 1536, 2304):
                 block = Block_KVCache(E, E // p.d_head, p.d_head, 0.0).to(args.device, args.dtype).eval()
                 team.run(keep_shard, "block", block, shard_block)
                 x = torch.randn(1, 1, E, device=args.device, dtype=args.dtype)  # [B, T, E]
-                by_width.append({"width": E} | timed("block", pack_linears(block), x, E))
+                work = "block", pack_linears(block), x, n_calls, args.repeats
+                by_width.append({"width": E} | distributed.split_ms(team, *work, "its all-reduces", 2, E))
             report.sweep("A forward of GPTlite: time (ms)", by_length)
             report.sweep("A decode step of one block: time (ms)", by_width)
+            add_break_even(report, by_width, "width", one, "its all-reduces", [(2, "all_reduce", size)], W)
 
         report.why(words.compare(tables[1][ranks], tables[1][one]))
         waiting = words.part("waiting", run.seconds.get("all_reduce", 0.0), run.total_seconds, "decoding")

@@ -563,12 +563,12 @@ TABLE = [
         "training": "no",
         "reduces": "weights and cache of a rank",
         "gain": lambda r: "2 stages: {:.0%} of the weights each, {:.2f} times a rank's tokens/s".format(
-            row(r, "2 stages, 1 group")["n_parameters"] / row(r, "one process, batch")["n_parameters"],
+            row(r, "2 stages, 1 group")["n_parameters"] / row(r, "one process")["n_parameters"],
             max(line["tokens_per_s"] or 0 for line in r["rows"] if "stages" in line["method"])
-            / row(r, "one process, a rank's threads")["tokens_per_s"],
+            / row(r, "a rank alone")["tokens_per_s"],
         ),
         "cost": lambda r: "TPOT {:.1f} times higher with 2 groups, {:.0%} idle".format(
-            times(r, "one process, batch", "2 stages, 2 groups"), row(r, "2 stages, 2 groups")["idle"]
+            times(r, "one process", "2 stages, 2 groups"), row(r, "2 stages, 2 groups")["idle"]
         ),
     },
     {

@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,12 +165,24 @@ SERVER.set_forkserver_preload(
 ENVIRONMENT = {}  # of the server, from its start on
 
 
+# what pytest, PyTorch's compiler and profiler and the encoder's loader set by themselves, and scripts too
+NO_MATTER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TQDM_DISABLE")
+
+
 def environment():
-    return {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    return {key: value for key, value in os.environ.items() if key not in NO_MATTER}
 
 
-def be_the_script(command, cwd, paths, stdout, stderr):
+def start_server():
+    """The context whose processes are forks of one that has imported PyTorch; it starts with the first."""
+    if not ENVIRONMENT:
+        ENVIRONMENT.update(environment())
+    return SERVER
+
+
+def be_the_script(command, cwd, paths, stdout, stderr, env=()):
     """In a process of its own: becomes `python command`, but for packages that are imported already."""
+    os.environ.update(env)
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))
@@ -184,21 +197,32 @@ def be_the_script(command, cwd, paths, stdout, stderr):
 
 def run_forked(command, cwd, timeout):
     """(status, standard output, standard error) of a script, in a process that has imported torch already."""
-    if not ENVIRONMENT:
-        ENVIRONMENT.update(environment())
+    return run_together([command], cwd, timeout)[0]
+
+
+def run_together(commands, cwd, timeout, envs=((),)):
+    """run_forked of several scripts at once, each with variables of its own."""
     ours = {str(ROOT / folder) for folder in (".", "more", "tests")} | {"", os.getcwd()}
     paths = [path for path in sys.path if path not in ours]
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("stdout", "stderr")]
-        for file in files:
-            file.touch()
-        process = SERVER.Process(target=be_the_script, args=(command, str(cwd), paths, *map(str, files)))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError(f"{command[0]} ran longer than {timeout} s")
-        return process.exitcode, *(file.read_text("utf-8", "replace") for file in files)
+        runs = []
+        for i, (command, env) in enumerate(zip(commands, envs, strict=True)):
+            files = [Path(folder) / f"{name} {i}" for name in ("stdout", "stderr")]
+            for file in files:
+                file.touch()
+            work = command, str(cwd), paths, *map(str, files), env
+            process = start_server().Process(target=be_the_script, args=work)
+            process.start()
+            runs.append((process, files))
+        deadline = time.monotonic() + timeout
+        for process, _ in runs:
+            process.join(max(deadline - time.monotonic(), 0.1))
+        if late := [process for process, _ in runs if process.is_alive()]:
+            for process in late:
+                process.kill()
+            raise TimeoutError(f"{commands[0][0]} ran longer than {timeout} s")
+        texts = [[file.read_text("utf-8", "replace") for file in files] for _, files in runs]
+        return [(process.exitcode, *text) for (process, _), text in zip(runs, texts, strict=True)]
 
 
 def run_script(script, *args, cwd=None, env=None, checkpoint=None, timeout=600, fresh=False):

@@ -1,8 +1,10 @@
 """Ranks: what they compute together, what is counted, and that every way to lose one ends the run cleanly."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
-from threaded_ranks import run_threads
+from helpers import ROOT, environment, run_script, run_together
+from threaded_ranks import ForkedRanks, run_threads
 
 import inference_distributed as distributed
-from inference_distributed import Ranks, collective_ms, collective_sweep, pick_ranks_device
+from inference_distributed import Ranks, collective_ms, collective_sweep, named, pick_ranks_device
 
 SCRIPT = '''
 """A script that is run in processes of its own."""
@@ -71,6 +73,24 @@ def none_left(mark, seconds=8):
     while left_behind(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left_behind(mark) == []
+
+
+def listening():
+    """{inode: port} of the sockets of this machine that wait for connections."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).open()]
+    return {line[9]: int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
+
+
+def ports_of(processes):
+    """The ports at which these processes listen."""
+    ports, found = listening(), set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                found.add(ports.get(os.readlink(descriptor).removeprefix("socket:[").rstrip("]")))
+            except OSError:
+                continue
+    return found - {None}
 
 
 @pytest.fixture
@@ -167,9 +187,10 @@ def check_everything(results):
     assert results[-1][0]["sent"] == [0.0, 1.0, 2.0, 3.0] and results[0][0]["started"] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("W", [2, 3])
+@pytest.mark.parametrize("W", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collectives(W):
-    with Ranks(W) as team:
+    before = environment()
+    with ForkedRanks(W) as team:
         results = team.gather(everything, 4)
         team.run(keep, 10)
         values = team.gather(kept)
@@ -182,7 +203,7 @@ def test_collectives(W):
     assert calls == results[0][1], "measuring is not counted"
     assert values == [(10 + r, 1) for r in range(W)], "what a function keeps is there for the next"
     check_everything(results)
-    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized() and environment() == before
 
 
 @pytest.mark.parametrize("W", [2, 3, 5])
@@ -224,6 +245,14 @@ def test_device(monkeypatch):
         pick_ranks_device(3, cuda, given=True)
     with pytest.raises(ValueError, match="here are 0"):
         pick_ranks_device(2, mps, given=True)
+
+
+def test_a_name_says_when_nothing_is_split():
+    assert [named(1), named(3), named(1, "stage")] == [
+        "1 rank (nothing split)",
+        "3 ranks",
+        "1 stage (nothing split)",
+    ]
 
 
 def test_another_world_size_than_torchruns(monkeypatch):
@@ -271,28 +300,66 @@ def test_the_first_rank_ends(how, number, start):
     """Whatever the others do: wait for what to do, or work."""
     run = start("--how", how)
     assert run.stdout.readline().startswith("waiting")  # two ranks may write at once
-    assert len(left_behind(run.mark)) >= 2
+    assert len(left_behind(run.mark)) >= 2 and (ports := ports_of(left_behind(run.mark)))
     run.send_signal(number)
     _, err = run.communicate(timeout=30)
     assert run.returncode == {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130}[number], err
     assert none_left(run.mark) and list(run.temporary.iterdir()) == []
+    assert not ports & {*listening().values()}
+
+
+def started_ranks(run):
+    return [p for p in left_behind(run.mark) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 @needs_proc
 @pytest.mark.slow
-def test_a_rank_dies_while_the_first_is_busy(start):
+@pytest.mark.parametrize("when", ["at the start", "while the first is busy"])
+def test_a_rank_dies(when, start):
     run = start("--how", "idle")
-    assert run.stdout.readline().startswith("waiting")  # two ranks may write at once
-    ranks = [p for p in left_behind(run.mark) if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    assert len(ranks) == 1
-    os.kill(ranks[0], signal.SIGKILL)
+    if when == "at the start":  # before it has met the first
+        deadline = time.monotonic() + 30
+        while not started_ranks(run) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    else:
+        assert run.stdout.readline().startswith("waiting")  # two ranks may write at once
+    (rank,), ports = started_ranks(run), ports_of(left_behind(run.mark))
+    os.kill(rank, signal.SIGKILL)
     _, err = run.communicate(timeout=30)
     assert run.returncode == 2 and err.startswith("main_x.py: rank 1 ended"), err
-    assert len(err.splitlines()) == 1 and none_left(run.mark)
+    assert len(err.splitlines()) == 1 and none_left(run.mark) and list(run.temporary.iterdir()) == []
+    assert ports and not ports & {*listening().values()}
+
+
+# ---- Ranks that somebody else starts ----
+
+
+def run_ranks(script, W, *options):
+    """(status, standard output, standard error) of each of W processes, with torchrun's variables."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(W)}
+    envs = [
+        env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(W)} for rank in range(W)
+    ]
+    command = [str(script), *options]
+    return run_together([command] * W, ROOT, 120, envs)
+
+
+@pytest.mark.parametrize("how", ["", pytest.param("kill", marks=pytest.mark.slow)])
+def test_ranks_that_are_there_already(how, tmp_path):
+    (tmp_path / "main_x.py").write_text(f"import sys\n\nsys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}")
+    (status, out, err), (other, *rest) = run_ranks(tmp_path / "main_x.py", 2, "--how", how)
+    if how == "":
+        assert (status, out, err) == (0, "sum [1.0, 1.0]\n", "") and (other, *rest) == (0, "", "")
+    else:
+        assert (status, out, other) == (2, "", -signal.SIGKILL)
+        assert len(err.splitlines()) == 1 and err.startswith("main_x.py: a rank is lost ("), err
 
 
 @needs_proc
-@pytest.mark.parametrize("how", ["", pytest.param("kill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "kill"])
 def test_torchrun(how, start):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = start("--how", how, launcher=launcher)
@@ -300,5 +367,49 @@ def test_torchrun(how, start):
     assert none_left(run.mark)
     if how == "":
         assert run.returncode == 0 and out == "sum [1.0, 1.0]\n", err
-    else:
+    else:  # torchrun tells of it in a page of its own, and may end rank 0 before it says a word
         assert run.returncode != 0 and "sum" not in out
+        assert len([line for line in err.splitlines() if line.startswith("main_x.py:")]) <= 1, err
+    assert [path for path in run.temporary.iterdir() if not path.name.startswith("torchelastic_")] == []
+
+
+def check_report(report, W):
+    assert report["checks"] and all(report["checks"].values()), report["checks"]
+    if W == 1:
+        assert any("Nothing was split" in line for line in report["why"]), report["why"]
+
+
+SPLIT = ["tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel", "disaggregation"]
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(ROOT / "main_tensor_parallel.py"), "--quick", "--json", "-"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("main_tensor_parallel.py: ") == 1, "rank 0 reports, and no other"
+    check_report(json.loads(run.stdout.splitlines()[-1]), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLIT[1:])
+def test_scripts_in_processes_that_are_there_already(name):
+    (status, out, err), others = run_ranks(ROOT / f"main_{name}.py", 2, "--quick", "--json", "-")
+    assert status == 0 and others == (0, "", ""), (err, others)
+    check_report(json.loads(out.splitlines()[-1]), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, W",
+    [(name, W) for name in SPLIT for W in (1, 3, 6) if not (name == "disaggregation" and W != 3)],
+)
+def test_other_numbers_of_ranks(name, W, checkpoint):
+    """The full model has 6 layers and 6 heads."""
+    options = ["--batch-size", "6"] if name == "pipeline_parallel" else []
+    run = run_script(
+        f"main_{name}.py", "--quick", "--json", "-", "--world-size", W, *options, checkpoint=checkpoint
+    )
+    assert run.status == 0, run.stderr
+    check_report(run.json, W)

@@ -330,6 +330,10 @@ def test_split_pays_is_computed_from_what_it_spares_and_adds():
     assert "pay at width 10, not at the others" in text((4.0, 1.0), (1.0, 1.0))
     for nothing in (text((1.0, 0.0), parts=1), text(), text((NAN, 1.0), (1.0, None))):
         assert "does not tell" in nothing and "pay at" not in nothing
+    rows = [{"width": 10, "one": 4.0, "mine": 3.5, "added": 1.0}]
+    assert "spares 2 ms" in words.split_pays(rows, "width", "one", "added", 2)
+    mine = words.split_pays(rows, "width", "one", "added", 2, "mine")
+    assert "pay at no width" in mine and "spares 0.5 ms and adds 1" in mine, "a part may not be an even share"
 
 
 def test_growth():

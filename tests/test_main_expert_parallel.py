@@ -7,11 +7,11 @@ import torch
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from threaded_ranks import run_threads
+from threaded_ranks import ForkedRanks, run_threads
 
 from gptlite_kvcache import GPTlite_KVCache
 from gptlite_moe import upcycle
-from inference_distributed import OnAllRanks, Ranks, part_of
+from inference_distributed import OnAllRanks, part_of
 from inference_utils import window_losses
 from main_expert_parallel import forward_experts, generate_experts, keep_experts, load_of
 from main_kvcache import generate_kvcache
@@ -128,7 +128,7 @@ def test_bytes_are_counted(W):
 def test_two_processes():
     model = mixture_of(3, 2, dropout_p=0.5)
     prompts = [random_tokens(B, 6) for B in (3, 1)]  # the second rank has one sequence, then none
-    with Ranks(2) as team:
+    with ForkedRanks(2) as team:
         team.run(keep_experts, "experts", model)
         tokens = [team.run(generate_experts, "experts", prompt, 8, 16) for prompt in prompts]
         spread = OnAllRanks(team, "experts", forward_experts)
@@ -159,3 +159,6 @@ def test_quick_run():
     held = next(lines for title, lines in report["sweeps"].items() if title.startswith("What a rank holds"))
     assert [line["experts"] for line in held] == [2, 2] and all(line["exchanges"] == 9 for line in held)
     assert all(line["sent MB"] > 0 and line["rows"] > 0 for line in held)
+    by_tokens, by_link = list(report["sweeps"].values())[-2:]
+    spared, added = by_tokens[-1]["mixture, one process"] / 2, by_tokens[-1]["its exchanges"]
+    assert (by_link[0]["spares ms at 64"], by_link[0]["adds ms at 64"]) == (spared, added)

@@ -5,11 +5,11 @@ import torch
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from threaded_ranks import run_threads
+from threaded_ranks import ForkedRanks, run_threads
 
 from gptlite_kvcache import GPTlite_KVCache
 from gptlite_stages import layers_of
-from inference_distributed import OnAllRanks, Ranks, counted, function_ms, group_figures, idle_of
+from inference_distributed import OnAllRanks, counted, function_ms, group_figures, idle_of
 from inference_utils import window_losses
 from main_kvcache import generate_kvcache
 from main_pipeline_parallel import forward_pipeline, generate_pipeline, idle_share, keep_stage
@@ -137,7 +137,7 @@ def test_a_sequence_gets_its_token_when_its_turn_comes_again():
 
 def test_two_processes():
     model, prompt = model_of(dropout_p=0.5), random_tokens(5, 6)
-    with Ranks(2) as team:
+    with ForkedRanks(2) as team:
         team.run(keep_stage, "stage", model)
         tokens = [team.run(generate_pipeline, "stage", prompt, 8, 16, M) for M in (1, 2, 5)]
         spread = OnAllRanks(team, "stage", forward_pipeline)
@@ -152,13 +152,19 @@ def test_two_processes():
     assert torch.equal(losses[0], losses[2])
 
 
+def test_more_stages_than_layers_are_one_line():
+    result = run_script("main_pipeline_parallel.py", "--quick", "--world-size", "4")
+    assert result.status == 2
+    assert result.stderr == "main_pipeline_parallel.py: 3 layers cannot fill 4 stages\n"
+
+
 @pytest.mark.slow
 def test_quick_run():
     result = run_script("main_pipeline_parallel.py", "--quick", "--json", "-")
     assert result.status == 0, result.stderr + result.stdout
     report = result.json
     assert all(report["checks"].values()) and report["config"]["world_size"] == 2
-    rows = {row["method"].partition(", batch")[0]: row for row in report["rows"]}
+    rows = {row["method"]: row for row in report["rows"]}
     one, staged = rows["one process"], [row for name, row in rows.items() if "stages" in name]
     assert [name for name in rows if "stages" in name] == [
         "2 stages, 1 group",
@@ -173,3 +179,8 @@ def test_quick_run():
     assert [line["layers"] for line in held] == [2, 1] and held[0]["sent B/token"] == 192 * 4
     assert held[1]["sent B/token"] < 8
     assert sum(line["parameters"] for line in held) == one["n_parameters"]
+    steps, by_link = list(report["sweeps"].values())[-2:]
+    assert [line["sequences"] for line in steps] == [2, 16] and all(line["its sends"] > 0 for line in steps)
+    last = by_link[0]
+    assert last["spares ms at 16"] == steps[-1]["one process"] - steps[-1]["a group"]
+    assert last["adds ms at 16"] == steps[-1]["its sends"]

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from helpers import assert_close, large_scores, random_tokens, run_script, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threaded_ranks import run_threads
+from threaded_ranks import ForkedRanks, run_threads
 
 from gptlite import GPTlite
 from gptlite_merging import attend, fused_attend
-from inference_distributed import Ranks
 from main_kvcache import generate
 from main_sequence_parallel import (
     FORMS,
@@ -238,7 +237,7 @@ def test_bytes_are_counted(W):
 def test_processes():
     """gloo between two processes does what the threads do."""
     prompt = random_tokens(2, 9)
-    with Ranks(2, "cpu") as team:
+    with ForkedRanks(2, "cpu") as team:
         team.run(keep, PARTS)
         for form in FORMS:
             results = team.gather(generate_sequence_parallel, form, prompt, 5, 16)
@@ -261,9 +260,21 @@ def test_the_script(checkpoint):
     assert all(whole / 2 <= rows[form]["kv_bytes_per_token"] < 0.56 * whole for form in FORMS)
     ring, zigzag = report["sweeps"]["Pairs of chunks, queries and keys, that a rank computes"]
     assert [ring["rank 0"], ring["rank 1"]] == [1, 2] and zigzag["rank 0"] == zigzag["rank 1"] == 5
+    long, by_link = list(report["sweeps"].values())[-2:]
+    assert by_link[0]["spares ms at 256"] == long[-1]["one process"] / 2
+    assert by_link[0]["adds ms at 256"] == long[-1]["ring's exchanges"]
 
 
-@pytest.mark.parametrize("options", [["--world-size", "4"], ["--prompt-len", "200", "--n-tokens", "100"]])
-def test_sizes_that_do_not_fit(options, checkpoint):
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--world-size", "4"], "Ulysses splits heads: 6 cannot be split over 4 ranks evenly"),
+        (
+            ["--prompt-len", "200", "--n-tokens", "100"],
+            "200 tokens and 100 new ones do not fit the context of 256",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(options, line, checkpoint):
     run = run_script("main_sequence_parallel.py", "--quick", *options, checkpoint=checkpoint)
-    assert run.status == 2 and len(run.stderr.splitlines()) == 1, run.stderr
+    assert run.status == 2 and run.stderr == f"main_sequence_parallel.py: {line}\n"

@@ -7,14 +7,14 @@ import torch
 from helpers import assert_close, random_tokens, run_script, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from threaded_ranks import run_threads
+from threaded_ranks import ForkedRanks, run_threads
 
 from gptlite import GPTlite
 from gptlite_blocks import Sequence
 from gptlite_gqa import GPTlite_GQA
 from gptlite_kvcache import GPTlite_KVCache, GPTlite_StaticKVCache
 from gptlite_slots import GPTlite_Slots, SlotBatch
-from inference_distributed import OnAllRanks, Ranks
+from inference_distributed import OnAllRanks, compare_shard, profiled
 from inference_utils import window_losses
 from main_kvcache import generate_kvcache
 from main_tensor_parallel import (
@@ -23,6 +23,7 @@ from main_tensor_parallel import (
     heads_of,
     keep_shard,
     part_of,
+    shard_by_dtensor,
     shard_model,
 )
 
@@ -249,7 +250,7 @@ def generate_both(team, prompt):
 
 def test_two_processes():
     model, prompt = model_of(dropout_p=0.5), random_tokens(2, 6, vocab_size=V)
-    with Ranks(2) as team:
+    with ForkedRanks(2) as team:
         team.run(keep_shard, "model", model, shard_model, False)
         team.run(seed_by_rank)
         results = team.gather(generate_both, prompt)
@@ -263,6 +264,56 @@ def test_two_processes():
         assert torch.equal(greedy, generate_kvcache(model, prompt, 8, 16))
         assert torch.equal(drawn, results[0][1]) and torch.equal(logits, results[0][2])
         assert_close(logits, expected, 1e-12)
+
+
+class Checks:
+    """Of a report: what was checked."""
+
+    def __init__(self):
+        self.failed, self.n = [], 0
+
+    def check(self, name, passed):
+        self.n += 1
+        self.failed += [] if passed else [name]
+
+    def check_close(self, name, actual, expected):
+        self.check(name, actual.shape == expected.shape and (actual - expected).abs().max().item() < 1e-12)
+
+
+def counted_by_team(team, name, tokens):
+    team.reset_counts()
+    with torch.no_grad():
+        getattr(team.kept, name)(tokens)
+    return dict(team.calls), dict(team.sent_bytes)
+
+
+@torch.no_grad()
+def test_dtensor_makes_the_same_split():
+    """PyTorch's tensor parallelism and its profiler: the same logits, parts, caches and bytes."""
+    tokens, checks = random_tokens(2, 9, vocab_size=V), Checks()
+    models = [model_of(), model_of(GPTlite_GQA, n_groups=2)]
+    with ForkedRanks(2) as team:
+        for model in models:
+            lines = []
+            for shard in (shard_model, shard_by_dtensor):
+                team.run(keep_shard, "model", model, shard, False)
+                lines.append(compare_shard(checks, "a split", team, "model", model, tokens))
+                if shard is shard_model:
+                    seen, (calls, sent) = (team.run(f, "model", tokens) for f in (profiled, counted_by_team))
+                    assert {kind: len(numbers) for kind, numbers in seen.items()} == calls
+                    assert {kind: 8 * sum(numbers) for kind, numbers in seen.items()} == sent
+            assert lines[0] == lines[1]
+            assert lines[0]["all-reduces"] == 2 * L and lines[0]["B/token"] == 2 * L * E * 8
+            assert lines[0]["on a rank"] == lines[0]["KV B/token"] / 2
+            assert lines[0]["weights"] / 2 < lines[0]["of a rank"] < 0.6 * lines[0]["weights"]
+            drawn = [team.gather(generate_tensor_parallel, "model", tokens, 5, 16, t) for t in (0.0, 1.0)]
+            assert torch.equal(drawn[0][0], generate_kvcache(model, tokens, 5, 16))
+            assert all(torch.equal(one, other) for one, other in drawn)
+        assert checks.n == 8 and not checks.failed
+        compare_shard(
+            checks, "another model", team, "model", model_of(GPTlite_GQA, n_groups=2, seed=1), tokens
+        )
+        assert len(checks.failed) == 1 and "logits" in checks.failed[0]
 
 
 def test_heads_that_do_not_divide_are_one_line():
@@ -282,9 +333,13 @@ def test_quick_run():
     assert ranks["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
     assert ranks["n_parameters"] < 0.52 * one["n_parameters"]
     assert ranks["peak_memory_mb"] < 0.6 * one["peak_memory_mb"]
-    held = report["sweeps"]["What a rank holds, by the heads of keys and values"]
-    assert [line["KV heads"] for line in held] == [1, 2, 6]
+    held, by_length, by_width, by_link = report["sweeps"].values()
+    assert [(line["KV heads"], line["split by"]) for line in held] == [
+        (1, "hand"),
+        (6, "hand"),
+        (6, "DTensor"),
+    ]
     assert held[0]["on a rank"] == held[0]["KV B/token"], "one head is copied to both ranks"
     assert all(line["on a rank"] == line["KV B/token"] / 2 for line in held[1:])
-    waited = [line["its all-reduces"] for lines in list(report["sweeps"].values())[1:] for line in lines]
-    assert all(ms > 0 for ms in waited)
+    assert all(line["its all-reduces"] > 0 for line in by_length + by_width)
+    assert by_link[0]["adds ms at 768"] == by_width[-1]["its all-reduces"]

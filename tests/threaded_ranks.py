@@ -1,9 +1,12 @@
-"""Ranks that are threads of this process: any number, without a start, for tests of what they compute.
+"""Ranks for tests: threads of this process, and processes that start fast.
 
     run_threads(3, function, *args)    # function(team, *args) on each of 3 ranks: what each returns
 
-They exchange tensors through memory in the place of torch.distributed; counting is the Team's own. Sums are
-added in the order of the ranks, which is not gloo's: equal to rounding only.
+Any number, without a start, for tests of what they compute. They exchange tensors through memory in place of
+torch.distributed; counting is the Team's own. Sums are added in the order of the ranks, which is not gloo's:
+equal to rounding only.
+
+    with ForkedRanks(2) as team: ...                # Ranks, and gloo between them
 """
 
 import queue
@@ -12,8 +15,9 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
+from helpers import start_server
 
-from inference_distributed import Team
+from inference_distributed import Ranks, Team
 
 WAIT_S = 20  # a rank that does not come is a fault
 
@@ -133,3 +137,11 @@ def run_threads(world_size, function, *args):
     if errors:
         raise (real or errors)[0]
     return results
+
+
+class ForkedRanks(Ranks):
+    """Ranks whose processes are forks of one that has imported PyTorch, which takes seconds each time."""
+
+    @property
+    def context(self):
+        return start_server()
