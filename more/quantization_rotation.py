@@ -6,9 +6,9 @@ all, and 4 bits for a whole row of activations suffice. The weights are rotated 
 the inputs while the model runs, which for a Hadamard matrix takes two small products instead of a large one.
 
 Approximate; without rounding a rotation changes nothing. Wins for activations, where channels stick out (put
-in here exactly, as more/sparsity_outliers.py does). Loses where they do not: sums of many channels are
-spread like a normal distribution, which fits a grid less well than sparse ones. Behind a ReLU most inputs are
-zero and none is below it: a grid that begins at zero beats the rotation, which would fill in the zeros.
+in here exactly, as more/sparsity_outliers.py does). Loses for weights alone where channels stick out: small
+weights that meet a large input are then rounded as coarsely as all others. Behind a ReLU most inputs are zero
+and none is below it: a grid that begins at zero beats the rotation, which would fill in the zeros.
 
 Run: python more/quantization_rotation.py
 
@@ -214,7 +214,7 @@ if __name__ == "__main__":
             + study.closer(rows[turned, "outliers"], rows[plain, "outliers"])
         )
         report.why(
-            words.at_size(times[-1], "rows", "two small", "the layer", "ms")
+            words.at_size(times[-1], "rows", "two small", "the layer", "time in ms")
             + words.loss(rows[mixed, "outliers"])
         )
         report.plot_sweep(title)
