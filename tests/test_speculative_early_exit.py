@@ -81,7 +81,7 @@ def test_script(distilled_checkpoint, tmp_path):
     rows = {row["method"]: row for row in report["rows"]}
     assert {"static", "exit 1", "exit 2", "exit 3"} <= {*rows} and len(rows) == 5
     assert all(row["same_output"] for row in rows.values())
-    assert rows["exit 3"]["agreement"] == 1 and rows["exit 3"]["accepted"] > 0.98
+    assert rows["exit 3"]["agreement"] == 1 and rows["exit 3"]["accepted"] > 0.8
     for row in rows.values():  # neither weights nor cache besides
         assert row["kv_bytes_per_token"] == rows["static"]["kv_bytes_per_token"]
         assert row["peak_memory_mb"] < 1.1 * rows["static"]["peak_memory_mb"]
