@@ -419,7 +419,7 @@ TABLE = [
     {
         "technique": "multi-LoRA serving",
         "script": "main_multi_lora.py",
-        "deeper": [],
+        "deeper": ["more/lora_pool.py"],
         "exact": "exact",
         "training": "an adapter each",
         "reduces": "weights of many fine-tuned models; steps of a mixed batch",
