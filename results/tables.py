@@ -387,7 +387,7 @@ TABLE = [
     {
         "technique": "cache-aware routing",
         "script": "main_cache_routing.py",
-        "deeper": [],
+        "deeper": ["more/routing_processes.py"],
         "exact": "exact",
         "training": "no",
         "reduces": "prompt tokens computed over replicas",
