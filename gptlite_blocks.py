@@ -32,6 +32,7 @@ class Sequence:
     done: int = 0  # tokens that are in the cache
     table: list = field(default_factory=list)  # block numbers; with block_size 1 they are slots of tokens
     weights: int = 0  # which of the weights that its cache has seen computed it (see PrefixCache)
+    salt: bytes = b""  # what its keys and values depend on but text and model: an adapter's adapter_key()
 
     def __post_init__(self):
         self.n_prompt = self.n_prompt or len(self.ids)
@@ -122,13 +123,22 @@ class BlockPool:
     def use(self, model):
         """Says which model computes what is written from now on."""
 
-    def match(self, ids):
-        """Blocks that hold the beginning of ids; one token at least is left to be computed."""
+    def match(self, ids, salt=b""):
+        """Blocks with the beginning of ids, computed under this salt; a token at least is left over."""
         return []
 
-    def n_found(self, ids):
-        """How many tokens match(ids) would find."""
-        return len(self.match(ids)) * self.block_size
+    def n_found(self, ids, salt=b""):
+        """How many tokens match(ids, salt) would find."""
+        return len(self.match(ids, salt)) * self.block_size
+
+    def fits(self, sequence, n_tokens):
+        """Whether the whole pool has room for n_tokens of a sequence."""
+        return self.blocks_for(n_tokens) <= self.n_blocks
+
+    def n_taken(self, sequence, blocks, n_tokens):
+        """How many blocks leave the free list at start(), those found that nobody uses among them."""
+        n_revived = sum(self.ref[block] == 0 for block in blocks)
+        return self.blocks_for(n_tokens) - len(blocks) + n_revived
 
     def start(self, sequence, blocks, n_tokens):
         """Gives a sequence that has no blocks those that match() found, and room for n_tokens in all."""

@@ -8,9 +8,13 @@ Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021.
 """
 
 import copy
+import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from gptlite_paged import GPTlite_Paged, Sequence
 
 # An adapter: a list of (A [E_in, r], B [r, E_out]), one for each layer that target_layers() gives
 
@@ -33,6 +37,28 @@ def new_adapter(model, rank, seed=0):
         linear = getattr(module, name)
         A = torch.randn(linear.in_features, rank, generator=generator) / linear.in_features**0.5  # [E_in, r]
         adapter.append((A.to(linear.weight), torch.zeros(rank, linear.out_features).to(linear.weight)))
+    return adapter
+
+
+def in_type(adapter, dtype):
+    """A copy in another type: bfloat16 halves the bytes and rounds the weights."""
+    return [(A.to(dtype), B.to(dtype)) for A, B in adapter]
+
+
+def adapter_key(adapter):
+    """SHA-256 of an adapter's shapes, types and weights: what it is, whatever its name is now or becomes."""
+    digest = hashlib.sha256()
+    for part in (part for pair in adapter for part in pair):
+        digest.update(f"{part.dtype} {[*part.shape]}".encode())
+        digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def random_adapter(model, rank, seed=0):
+    """An adapter that does something although nobody has trained it: both parts are random."""
+    generator, adapter = torch.Generator().manual_seed(seed), []
+    for A, B in new_adapter(model, rank, seed):
+        adapter.append((A, 0.1 * torch.randn(B.shape, generator=generator).to(B)))
     return adapter
 
 
@@ -99,3 +125,127 @@ def merge(model, adapter, sign=1):
         for (module, name), (A, B) in zip(target_layers(model), adapter, strict=True):
             getattr(module, name).weight.add_((A @ B).T, alpha=sign)  # [E_out, E_in]
     return model
+
+
+# ---- Adapters in the blocks of a paged cache (more/lora_pool.py) ----
+
+
+class Adapter:
+    """A copy of an adapter in host memory, as rows of E = d_model numbers; it never changes.
+
+    Args: model: GPTlite; pairs: (A [E_in, r], B [r, E_out]) by layer, as new_adapter() makes them.
+    rows [L, n, E]: of each block of the model A transposed and B of one linear layer after the other; rank;
+    key: what its weights are. Raises ValueError for ranks that differ between layers.
+    """
+
+    def __init__(self, model, pairs):
+        E, ranks = model.token_embedding.embedding_dim, {A.shape[1] for A, _ in pairs}
+        if len(ranks) != 1:
+            raise ValueError(f"an adapter of ranks {sorted(ranks)}: all of its layers need the same")
+        (self.rank,), self.key = ranks, adapter_key(pairs)
+        rows = torch.cat([part.reshape(-1, E) for A, B in pairs for part in (A.T, B)])  # [L * n, E]
+        self.rows = rows.view(len(model.blocks), -1, E).cpu()
+
+
+@dataclass(eq=False)
+class AdapterSequence(Sequence):
+    """A Sequence that is computed with an Adapter, or with none; prefixes are found by its weights."""
+
+    adapter: Adapter | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.salt = self.adapter.key if self.adapter else b""
+
+
+class Reading:
+    """Whose weights a step reads, the same in all layers.
+
+    owners: the Adapter of each of the N tokens, or None; groups: (Adapter, its tokens); slots: of their rows.
+    """
+
+    def use(self, pool, work):
+        """work: as GPTlite_Paged.step() takes it; single tokens come before pieces of prompts there."""
+        order, groups = sorted(work, key=lambda item: item[1] > 1), {}
+        self.rows, self.owners = pool.rows, [sequence.adapter for sequence, n in order for _ in range(n)]
+        for i, adapter in enumerate(self.owners):
+            if adapter is not None:
+                groups.setdefault(adapter.key, (adapter, []))[1].append(i)
+        self.groups = [(a, torch.tensor(tokens, device=pool.rows.device)) for a, tokens in groups.values()]
+        self.slots = {adapter.key: pool.row_slots(adapter) for adapter, _ in self.groups}
+
+
+class LinearFromPool(nn.Module):
+    """A linear layer, and beside it the adapters that are in the pool: [N, E_in] -> [N, E_out].
+
+    Args: first: of an adapter's rows in this layer of the model, those of this linear, divided by the rank.
+    """
+
+    def __init__(self, linear, reading, layer, first, widths, add):
+        super().__init__()
+        self.linear, self.reading, self.layer, self.add = linear, reading, layer, add
+        self.bounds = first, first + widths[0], first + sum(widths)
+
+    def weights(self, adapter):
+        """A [E_in, r] and B [r, E_out], gathered from the pool."""
+        start, middle, stop = (adapter.rank * bound for bound in self.bounds)
+        slots, rows = self.reading.slots[adapter.key], self.reading.rows[self.layer]  # [n], [rows, E]
+        A, B = (rows[part].view(adapter.rank, -1) for part in (slots[start:middle], slots[middle:stop]))
+        return A.T, B
+
+    def forward(self, x):
+        return self.add(self.linear(x), x, self.weights, self.reading)
+
+
+class GPTlite_PagedLoRA(GPTlite_Paged):
+    """GPTlite_Paged for AdapterSequences over an AdapterPool; the weights are GPTlite's."""
+
+    def read_adapters(self, add):
+        """Puts a LinearFromPool around each linear layer, in place, once the weights are there.
+
+        add: function (out [N, E_out], x [N, E_in], weights, reading) -> out with (x A) B added to each token.
+        """
+        E, self.reading, first = self.token_embedding.embedding_dim, Reading(), 0
+        for i, (module, name) in enumerate(target_layers(self)):
+            layer, place = divmod(i, len(target_layers(self)) // len(self.blocks))
+            linear, first = getattr(module, name), first if place > 0 else 0
+            widths = linear.in_features // E, linear.out_features // E
+            setattr(module, name, LinearFromPool(linear, self.reading, layer, first, widths, add))
+            first += sum(widths)
+        return self
+
+    def step(self, pool, work):
+        self.reading.use(pool.adapters, work)
+        stepped = super().step(pool, work)
+        self.reading.rows = None  # nothing of a pool outlives its step
+        return stepped
+
+
+class MergedCopies(nn.Module):
+    """The baseline: a model for each adapter, its weights merged; a step runs each that has texts in it.
+
+    Args: model: GPTlite_Paged; adapters: {Adapter, or None for the model itself: its pairs}.
+    """
+
+    def __init__(self, model, adapters):
+        super().__init__()
+        merged = (merge(copy.deepcopy(model), pairs) if pairs else model for pairs in adapters.values())
+        self.models = nn.ModuleList(merged)
+        self.seqlen, self.blocks = model.seqlen, self.models[0].blocks  # for pools and schedulers
+        self.token_embedding = self.models[0].token_embedding
+        self.place = {adapter.key if adapter else b"": i for i, adapter in enumerate(adapters)}
+
+    def forward(self, tokens, step, kv, salt):
+        return self.models[self.place[salt]](tokens, step, kv)
+
+    @torch.no_grad()
+    def step(self, pool, work):
+        """As GPTlite_Paged.step(), for work that leaves nothing pending."""
+        logits = {}
+        for salt in dict.fromkeys(sequence.salt for sequence, _ in work):
+            part = [(sequence, n) for sequence, n in work if sequence.salt == salt]
+            tokens, step = self.models[self.place[salt]].plan(pool, part)
+            logits |= zip([s for s, _ in part], self(tokens, step, pool.kv, salt), strict=True)
+        for sequence, n in work:
+            sequence.done += n
+        return [sequence for sequence, _ in work], torch.stack([logits[sequence] for sequence, _ in work])

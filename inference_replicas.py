@@ -3,11 +3,15 @@
 The clock is that of the machine (time.monotonic is one for all its processes), so a start that rank 0 sets
 holds for all ranks. `receive_tokens` notes when a text got its tokens; `serve_replica` is what one of several
 equal replicas does; `serve_merged` puts what the ranks return together. The technique that is compared with
-replicas is in main_disaggregation.py.
+replicas is in main_disaggregation.py. `start_processes` starts replicas that may die, for
+more/routing_processes.py.
 """
 
+import contextlib
+import multiprocessing
+import signal
 import time
-from collections import deque
+from collections import deque, namedtuple
 from functools import partial
 from statistics import median
 
@@ -23,6 +27,39 @@ from linear_packed import pack_linears
 def since(start):
     """Seconds since a time of time.monotonic()."""
     return time.monotonic() - start
+
+
+Started = namedtuple("Started", "number process pipe")
+
+
+@contextlib.contextmanager
+def start_processes(n, function, *args):
+    """with start_processes(n, function, *args) as started: n processes that each run function(pipe, *args).
+
+    They live and die on their own, unlike the ranks of inference_distributed.py: a pipe closes at both ends
+    when either process dies. Afterwards none is left. Ctrl-C reaches this process alone.
+    """
+    context, started = multiprocessing.get_context("spawn"), []
+    try:
+        for i in range(n):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_in_process, args=(function, theirs, *args), daemon=True)
+            process.start()
+            theirs.close()  # the only other end is the process's
+            started.append(Started(i, process, ours))
+        yield started
+    finally:
+        for one in started:
+            one.pipe.close()
+        for one in started:
+            one.process.join(2)
+            one.process.kill()
+            one.process.join()
+
+
+def run_in_process(function, pipe, *args):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    function(pipe, *args)
 
 
 def keep_model(team, model, device):

@@ -92,6 +92,28 @@ def by_draw(one, other, runs, others):
     )
 
 
+def as_simulated(rows):
+    """How near a simulation is to what processes do, from rows with figures of both."""
+    ratios = [row["ttft_ms"] / row["predicted_ms"] for row in rows]
+    off = max(abs(row["found_share"] - row["predicted_found"]) for row in rows)
+    times = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    figures = f"(TTFT {times} times the simulated, shares found differ by {off:.0%} at most)"
+    return words.choose(
+        max(*ratios, 1 / min(ratios)),
+        (1.5, f"The simulation is far from what the processes do {figures}."),
+        f"The simulation is near what the processes do {figures}.",
+    )
+
+
+def moved(n_requests):
+    """What became of the requests of a replica that died."""
+    return words.choose(
+        n_requests,
+        (1, f"{n_requests} requests of the replica that died went to the others."),
+        "The replica that died had no requests.",
+    )
+
+
 def received_by(replicas):
     """{request: [when it got each token]} of all replicas."""
     return {number: times for replica in replicas for number, times in replica.received.items()}

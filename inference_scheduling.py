@@ -91,7 +91,7 @@ class PagedScheduler:
     def add(self, sequence):
         """Puts a sequence at the end of the queue. Raises ValueError for one that could never run."""
         n_tokens = max(sequence.end - 1, self.room(sequence))  # the last token is never in the cache
-        too_long = n_tokens > self.model.seqlen or self.pool.blocks_for(n_tokens) > self.pool.n_blocks
+        too_long = n_tokens > self.model.seqlen or not self.pool.fits(sequence, n_tokens)
         if too_long or not sequence.ids:
             raise ValueError(
                 f"request {sequence.request}: {n_tokens} tokens do not fit the pool or the context"
@@ -122,10 +122,8 @@ class PagedScheduler:
             self.pool.use(self.model)
         while self.waiting and len(self.running) < self.max_running:
             sequence, spare = self.choose(), self.spare if self.running else 0
-            found = [] if sequence in self.swapped else self.pool.match(sequence.ids)
-            n_revived = sum(self.pool.ref[block] == 0 for block in found)  # they are in the free list
-            n_new = self.pool.blocks_for(self.room(sequence)) - len(found)
-            if n_new + n_revived + spare > len(self.pool.free):
+            found = [] if sequence in self.swapped else self.pool.match(sequence.ids, sequence.salt)
+            if self.pool.n_taken(sequence, found, self.room(sequence)) + spare > len(self.pool.free):
                 break
             if sequence in self.swapped:
                 swap_in(self.pool, sequence, self.swapped.pop(sequence))
@@ -178,7 +176,7 @@ class LongestFirstScheduler(PagedScheduler):
         """The waiting sequence that is next; of those that find as much the first."""
         if len(self.found) % self.oldest_every == self.oldest_every - 1:
             return self.waiting[0]
-        return max(self.waiting, key=lambda sequence: self.pool.n_found(sequence.ids))
+        return max(self.waiting, key=lambda sequence: self.pool.n_found(sequence.ids, sequence.salt))
 
 
 class SlotScheduler:

@@ -32,13 +32,14 @@ class BlockCache(PrefixCache):
         super().__init__(model, n_blocks, block_size)
         self.block_of, self.key_of = {}, {}  # key -> block, and back; a second copy of a text is in neither
 
-    def match(self, ids):
+    def match(self, ids, salt=b""):
         """The blocks that hold the beginning of ids, up to the first that is not there.
 
-        At least one token is left over: its logits have to be computed, they are not stored.
+        At least one token is left over: its logits have to be computed, they are not stored. salt: blocks
+        that were computed under another one, with another adapter, are not found.
         """
         blocks = []
-        for key in block_keys(ids[:-1], self.block_size):
+        for key in block_keys(ids[:-1], self.block_size, salt):
             if key not in self.block_of:
                 break
             blocks.append(self.block_of[key])
@@ -46,7 +47,7 @@ class BlockCache(PrefixCache):
 
     def keep(self, sequence):
         """Makes the full blocks of a sequence findable, as far as they have been computed."""
-        keys = block_keys(sequence.ids[: sequence.done], self.block_size)
+        keys = block_keys(sequence.ids[: sequence.done], self.block_size, sequence.salt)
         for key, block in zip(keys, sequence.table, strict=False):
             if key not in self.block_of:
                 self.block_of[key], self.key_of[block] = block, key

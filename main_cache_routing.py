@@ -11,7 +11,7 @@ look-up where nothing is shared, and some tokens that are computed twice in a bu
 is a guess: it does not see what a replica evicts.
 
 The replicas are simulated on virtual clocks: a step of n tokens takes t0 + slope * n, both measured on this
-machine's engine, and the first prompts are served for real.
+machine's engine, and the first prompts are served for real. In processes: more/routing_processes.py.
 
 Run: python main_cache_routing.py            (--load 0.5: replicas half as busy)
 

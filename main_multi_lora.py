@@ -3,7 +3,8 @@
 An adapter of rank r adds (x A) B to a linear layer, r numbers wide in between: 3% of the weights at rank 8.
 Merged into the weights it costs nothing in a step, but a model then serves one adapter. Kept apart, each row
 of a batch takes its own: the base product is shared, and the small products are gathered by row (Punica's
-BGMV) or grouped by adapter (SGMV), for which the batch is sorted once a step.
+BGMV) or grouped by adapter (SGMV), for which the batch is sorted once a step. Where adapters and the KV cache
+share their memory: more/lora_pool.py.
 
 Exact: the tokens are those of merged weights. Wins as soon as a few adapters are in use at a time, since a
 step reads the base weights once for all of them; and memory always: a further model costs its adapter only.
@@ -20,7 +21,7 @@ import copy
 import torch
 from torch import nn
 
-from gptlite_lora import merge, new_adapter, target_layers, with_adapters
+from gptlite_lora import adapter_bytes, in_type, merge, new_adapter, target_layers, with_adapters
 from inference_training import train_steps, use_training_attention
 from inference_utils import loss_difference, window_losses
 from main_kvcache import generate_kvcache
@@ -145,15 +146,30 @@ def losses_by_text(models, texts, n_windows):
     return lines
 
 
+def kept_in(dtype, model, adapter, model_bytes, tokens, n_windows):
+    """What it takes and costs to keep an adapter in a type: a line {heading: figure}.
+
+    Args: model: GPTlite; model_bytes: of its weights; tokens [N]: whose loss tells what rounding costs.
+    """
+    n_bytes = adapter_bytes(in_type(adapter, dtype))
+    rounded = in_type(in_type(adapter, dtype), adapter[0][0].dtype)  # it is computed with in its first type
+    losses = [window_losses(merge(copy.deepcopy(model), a), tokens, n_windows) for a in (rounded, adapter)]
+    rise, se = loss_difference(*losses)
+    line = {"rank": adapter[0][0].shape[1], "type": str(dtype).removeprefix("torch."), "KB": n_bytes / 1e3}
+    line |= {"share of the model": n_bytes / model_bytes, "in the place of a copy": model_bytes // n_bytes}
+    line["MB of 100 and the model"] = (model_bytes + 100 * n_bytes) / 1e6
+    return line | {"MB of two models": 2 * model_bytes / 1e6, "rise of loss": rise, "+-": se}
+
+
 if __name__ == "__main__":
     from functools import partial
+    from itertools import product
 
     import inference_report as harness
     import inference_words as words
     from data.shakespeare import check_length, validation_plays
     from gptlite import GPTlite
     from gptlite_kvcache import GPTlite_KVCache
-    from gptlite_lora import adapter_bytes
     from inference_report import Method
     from inference_utils import weight_bytes
 
@@ -208,19 +224,21 @@ if __name__ == "__main__":
         n = max(args.n_tokens // 4, 2)
         title = f"{n} tokens for each adapter's request (ms)"
         times = report.time_sweep(title, "adapters", sorted({1, min(2, B), min(4, B), B}), ways)
-        memory, whole = [], weight_bytes(base)
-        for rank, n_bytes in zip(ranks, map(adapter_bytes, adapters.values()), strict=True):
-            memory.append({"rank": rank, "KB": n_bytes / 1e3, "share of the model": n_bytes / whole})
-            memory[-1]["in the place of a copy"] = whole // n_bytes
-        report.sweep("Memory of an adapter", memory)
+        kept = {}
+        for dtype, (name, a) in product((torch.float32, torch.bfloat16), adapters.items()):
+            kept[dtype, name] = kept_in(dtype, plain, a, weight_bytes(base), unseen[name], n_windows)
+        report.sweep("Memory of an adapter", [*kept.values()])
         first = sum(min(lines[1:], key=lambda line: line[name])["adapter"] == name for name in plays)
         gains = ", ".join(f"{line['own, to base']:+.3f} +- {line['+-']:.3f}" for line in lines[1:])
         figures = f"of {len(plays)} plays; to the base on its own play {gains} nats."
         best, some = (f"{x} adapter is best on its own play: {first} {figures}" for x in ("Each", "Not each"))
         report.why(words.choose(first, (len(plays), best), some))
-        report.why(words.crossover(times, "adapters", "grouped", merged))
-        ours, other = rows["gathered"], rows[merged]
-        report.why(words.compare(rows["grouped"], ours, "tokens_per_s"))
+        ours, other, small = rows["gathered"], rows[merged], kept[torch.bfloat16, next(iter(plays))]
+        grouped = words.compare(rows["grouped"], ours, "tokens_per_s")
+        report.why(words.crossover(times, "adapters", "grouped", merged) + grouped)
+        sizes = {x: {"method": x, "memory": small[f"MB of {x}"]} for x in ("100 and the model", "two models")}
+        lost = words.loss_between("bfloat16", "float32", small["rise of loss"], small["+-"])
+        report.why(words.about("adapters of rank 4", words.compare(*sizes.values(), "memory") + lost))
         report.why(words.compare(ours, other, "tokens_per_s") + words.compare(ours, other, "peak_memory_mb"))
         report.plot_sweep(title)
         report.finish()

@@ -26,10 +26,13 @@ from gptlite_kvcache import common_length
 
 
 class Node:
-    """A run of tokens that continues the text of its parents; slots: where the pool has them, as many."""
+    """A run of tokens that continues the text of its parents; slots: where the pool has them, as many.
 
-    def __init__(self, key, slots, parent):
-        self.key, self.slots, self.parent = key, slots, parent
+    salt: of a root, the Sequence.salt of all texts below it.
+    """
+
+    def __init__(self, key, slots, parent, salt=b""):
+        self.key, self.slots, self.parent, self.salt = key, slots, parent, salt
         self.children = {}  # by the first token of their keys
         self.last_used = 0
 
@@ -50,11 +53,11 @@ class RadixCache(PrefixCache):
         self.forget_all()
 
     def forget_all(self):
-        self.root, self.cached = Node([], [], None), set()  # cached: slots of the tree
+        self.roots, self.cached = {}, set()  # roots: of a tree for each salt; cached: slots of all trees
 
-    def walk(self, ids):
+    def walk(self, ids, salt=b""):
         """The nodes that ids follow from the root, as a list of (node, how many of its tokens agree)."""
-        node, n, path = self.root, 0, []
+        node, n, path = self.roots.get(salt) or Node([], [], None), 0, []
         while n < len(ids) and ids[n] in node.children:
             node = node.children[ids[n]]
             path.append((node, common_length(node.key, ids[n:])))
@@ -71,9 +74,9 @@ class RadixCache(PrefixCache):
         node.key, node.slots, node.parent = node.key[n:], node.slots[n:], upper
         return upper
 
-    def descend(self, ids):
+    def descend(self, ids, salt=b""):
         """The nodes whose keys make up the longest beginning of ids in the tree; they are now used last."""
-        path = self.walk(ids)
+        path = self.walk(ids, salt)
         nodes = [node for node, _ in path]
         if path and path[-1][1] < len(path[-1][0].key):  # the text leaves inside of a node
             nodes[-1] = self.split(*path[-1])
@@ -82,21 +85,23 @@ class RadixCache(PrefixCache):
             node.last_used = self.clock
         return nodes
 
-    def n_found(self, ids):
-        """How many tokens match(ids) finds; nothing is changed."""
-        return sum(n for _, n in self.walk(ids[:-1])) // self.page_size * self.page_size
+    def n_found(self, ids, salt=b""):
+        """How many tokens match(ids, salt) finds; nothing is changed."""
+        return sum(n for _, n in self.walk(ids[:-1], salt)) // self.page_size * self.page_size
 
-    def match(self, ids):
+    def match(self, ids, salt=b""):
         """Slots of the longest beginning of ids in the tree; one token at least is left to be computed."""
-        return [slot for node in self.descend(ids[: self.n_found(ids)]) for slot in node.slots]
+        nodes = self.descend(ids[: self.n_found(ids, salt)], salt)
+        return [slot for node in nodes for slot in node.slots]
 
-    def insert(self, ids, slots):
+    def insert(self, ids, slots, salt=b""):
         """Adds a text, whose tokens are in these slots, and returns the slots that the tree has it in.
 
         For what the tree had already these are its own; slots of the rest belong to the tree from now on.
         """
-        nodes = self.descend(ids)
-        kept, parent = [slot for node in nodes for slot in node.slots], nodes[-1] if nodes else self.root
+        nodes = self.descend(ids, salt)
+        kept = [slot for node in nodes for slot in node.slots]
+        parent = nodes[-1] if nodes else self.roots.setdefault(salt, Node([], [], None, salt))
         if (n := len(kept)) < len(ids):
             leaf = parent.children[ids[n]] = Node(list(ids[n:]), list(slots[n:]), parent)
             leaf.last_used = self.clock
@@ -106,7 +111,7 @@ class RadixCache(PrefixCache):
     def keep(self, sequence):
         """Puts what is computed of a sequence into the tree, which it uses from now on instead of copies."""
         own = sequence.table[: sequence.done]
-        slots = self.insert(sequence.ids[: sequence.done], own)
+        slots = self.insert(sequence.ids[: sequence.done], own, sequence.salt)
         twice = [(mine, kept) for mine, kept in zip(own, slots, strict=True) if mine != kept]
         sequence.table[: sequence.done] = slots
         self.share([kept for _, kept in twice])
@@ -118,14 +123,14 @@ class RadixCache(PrefixCache):
             super().computed(sequence, n)
 
     def nodes(self):
-        """All nodes but the root."""
-        found = list(self.root.children.values())
+        """All nodes but the roots."""
+        found = [node for root in self.roots.values() for node in root.children.values()]
         for node in found:  # grows while it is read
             found += node.children.values()
         return found
 
     def evictable(self, node):
-        return node is not self.root and not node.children and self.ref[node.slots[0]] == 0
+        return node.parent is not None and not node.children and self.ref[node.slots[0]] == 0
 
     def evict(self, n):
         """Takes n tokens out of the tree, ends of the least recently used leaves; their slots are free.
@@ -152,6 +157,8 @@ class RadixCache(PrefixCache):
             self.free.move_to_end(slot, last=False)  # it holds nothing: the first to be handed out
         if n == len(leaf.key):
             del leaf.parent.children[leaf.key[0]]
+            if leaf.parent.parent is None and not leaf.parent.children:
+                del self.roots[leaf.parent.salt]
         del leaf.key[-n:], leaf.slots[-n:]
         self.n_evicted += n
 

@@ -45,9 +45,9 @@ class OffloadingCache(RadixCache):
     def forget(self, leaf, n):
         """As RadixCache, after saving every full page that loses a token; the last one first."""
         ids, slots, node, size = [], [], leaf, self.stored_size
-        while node is not None:  # all tokens up to the end of the leaf
+        while node.parent is not None:  # all tokens up to the end of the leaf
             ids, slots, node = node.key + ids, node.slots + slots, node.parent
-        keys = list(block_keys(ids, size, self.root_key))
+        keys = list(block_keys(ids, size, self.root_key + node.salt))
         lost = range((len(ids) - n) // size, len(keys))
         for j in reversed(lost):
             if keys[j] not in self.store:
@@ -56,11 +56,11 @@ class OffloadingCache(RadixCache):
         self.store.touch([keys[j] for j in lost])  # also those that were there: they were used till now
         super().forget(leaf, n)
 
-    def fetch(self, ids, n):
+    def fetch(self, ids, n, salt=b""):
         """Pages that follow the first n tokens of ids without a gap: list of (place in the text, page)."""
         size, (n_layers, _, _, *rest) = self.stored_size, self.kv.shape
         like = self.kv.new_empty((n_layers, size, *rest), device="cpu")  # [L, P, 2, H, D]
-        keys, pages = list(block_keys(ids, size, self.root_key)), []
+        keys, pages = list(block_keys(ids, size, self.root_key + salt)), []
         for j in range(n // size, len(keys)):
             page, level = self.store.get(keys[j], like)
             if page is None:
@@ -72,7 +72,9 @@ class OffloadingCache(RadixCache):
 
     def start(self, sequence, slots, n_tokens):
         """As BlockPool, and loads the pages that follow what the tree has."""
-        pages = self.fetch(sequence.ids[:-1], len(slots))  # held before growing evicts anything
+        pages = self.fetch(
+            sequence.ids[:-1], len(slots), sequence.salt
+        )  # held before growing evicts anything
         super().start(sequence, slots, n_tokens)
         for start, page in pages:
             first, stop = sequence.done, start + self.stored_size

@@ -469,7 +469,7 @@ TABLE = [
     {
         "technique": "cache-aware routing",
         "script": "main_cache_routing.py",
-        "deeper": [],
+        "deeper": ["more/routing_processes.py"],
         "exact": "exact",
         "training": "no",
         "reduces": "prompt tokens computed over replicas",
@@ -501,7 +501,7 @@ TABLE = [
     {
         "technique": "multi-LoRA serving",
         "script": "main_multi_lora.py",
-        "deeper": [],
+        "deeper": ["more/lora_pool.py"],
         "exact": "exact",
         "training": "an adapter each",
         "reduces": "weights of many fine-tuned models; steps of a mixed batch",

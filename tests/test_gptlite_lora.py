@@ -5,7 +5,16 @@ import torch
 from helpers import assert_close, random_tokens, tiny_model
 
 from gptlite import GPTlite
-from gptlite_lora import adapter_bytes, merge, new_adapter, target_layers, with_adapters
+from gptlite_lora import (
+    adapter_bytes,
+    adapter_key,
+    in_type,
+    merge,
+    new_adapter,
+    target_layers,
+    with_adapters,
+)
+from gptlite_lora import random_adapter as drawn_adapter
 from main_multi_lora import gathered_product, grouped_product, naive_product
 
 PRODUCTS = naive_product, gathered_product, grouped_product
@@ -29,6 +38,22 @@ def test_shapes_and_bytes():
     assert adapter_bytes(adapter) == 8 * 3 * 2 * (4 * 64 + 2 * 160)  # 4 layers 32 x 32, 2 of 32 x 128, twice
     with pytest.raises(ValueError, match="rank 0"):
         new_adapter(model, 0)
+
+
+def test_keys_tell_weights_not_names():
+    adapter = random_adapter(tiny_model(GPTlite), 2)
+    key = adapter_key(adapter)
+    assert adapter_key([(A.clone(), B.clone()) for A, B in adapter]) == key and len(key) == 32
+    assert adapter_key([(A.T.contiguous().T, B) for A, B in adapter]) == key  # the same in another order
+    for change in (lambda A: A * (1 + 1e-9), lambda A: A.float(), lambda A: A.flatten(), lambda A: -A):
+        assert adapter_key([(change(adapter[0][0]), adapter[0][1]), *adapter[1:]]) != key
+    assert adapter_key(in_type(adapter, torch.bfloat16)) != key
+
+
+def test_a_random_adapter_changes_the_model():
+    model, x = tiny_model(GPTlite), random_tokens(2, 7)
+    one, other = (merge(tiny_model(GPTlite), drawn_adapter(model, 4, seed))(x) for seed in (0, 1))
+    assert (one - model(x)).abs().max() > 0.1 and (one - other).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

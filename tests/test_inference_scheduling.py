@@ -287,6 +287,27 @@ def test_a_text_that_runs_while_the_weights_change_is_not_kept(pool):
     assert_clean(made)
 
 
+@pytest.mark.parametrize("pool", CACHES)
+@pytest.mark.parametrize("evict", [False, True])
+def test_what_was_computed_under_another_salt_is_not_found(pool, evict, tmp_path):
+    """LO-2: one text with no adapter, A, B, A, and other weights for A; in lower levels as well."""
+    made, text, in_pool = pools(tmp_path)[pool](PAGED, 96), random_tokens(1, 13)[0].tolist(), []
+    emptied, stored = evict and hasattr(made, "evict"), hasattr(made, "store")
+    scheduler = LongestFirstScheduler(PAGED, made)
+    for i, salt in enumerate((b"", b"A", b"B", b"A", b"A, trained on", b"")):
+        in_pool.append(made.n_found(text, salt) > 0)
+        scheduler.add(Sequence(i, list(text), 15, salt=salt))
+        while scheduler.waiting or scheduler.running:
+            scheduler.step()
+        if emptied:
+            made.evict(96)
+            assert not made.roots  # a tree that is empty is gone
+    again = [False, False, False, True, False, True]
+    assert in_pool == [seen and not emptied for seen in again]
+    assert [n > 0 for _, _, n in scheduler.found] == [seen and (stored or not emptied) for seen in again]
+    assert_clean(made)
+
+
 def test_slots_give_what_each_request_gets_alone():
     requests = make_requests(random.Random(3), 7)
     outputs = serve(SlotScheduler(tiny_model(GPTlite_Slots), 3, 16), requests)

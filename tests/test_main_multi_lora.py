@@ -11,8 +11,8 @@ from test_gptlite_lora import random_adapter
 
 from gptlite import GPTlite
 from gptlite_kvcache import GPTlite_KVCache
-from gptlite_lora import merge, with_adapters
-from inference_utils import window_losses
+from gptlite_lora import adapter_bytes, in_type, merge, new_adapter, with_adapters
+from inference_utils import make_model, weight_bytes, window_losses
 from main_kvcache import generate_kvcache
 from main_multi_lora import (
     MergedModels,
@@ -22,6 +22,7 @@ from main_multi_lora import (
     generate_switching,
     generate_together,
     grouped_product,
+    kept_in,
     naive_product,
     train_adapter,
 )
@@ -105,6 +106,38 @@ def test_training_in_16_bits_is_training_in_float32():
     assert many(random_tokens(1, 4)).dtype == torch.bfloat16
 
 
+def test_100_adapters_in_the_memory_of_two_models():
+    """Rank 4 on all linear layers of GPTlite: 18 x 4 x 384 numbers a layer; in bfloat16 100 fit."""
+    model = make_model(GPTlite, 96)
+    whole, adapter = weight_bytes(model), new_adapter(model, 4)
+    for dtype, n_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
+        one = 6 * 18 * 4 * 384 * n_bytes
+        assert adapter_bytes(in_type(adapter, dtype)) == one
+        many = [in_type(new_adapter(model, 4, seed), dtype) for seed in range(100)]
+        assert (whole + sum(map(adapter_bytes, many)) < 2 * whole) == (dtype == torch.bfloat16)
+    assert whole // (2 * one) == 65 and whole // one == 130
+
+
+def test_what_keeping_an_adapter_in_a_type_takes_and_costs():
+    model, tokens = tiny_model(GPTlite, dtype=torch.float32), random_tokens(1, 400)[0]
+    adapter = random_adapter(model, 3)
+    exact, rounded = (kept_in(t, model, adapter, 10**6, tokens, 8) for t in (torch.float32, torch.bfloat16))
+    assert exact["KB"] == 2 * rounded["KB"] == adapter_bytes(adapter) / 1e3
+    assert exact["rise of loss"] == exact["+-"] == 0.0
+    assert 0 < abs(rounded["rise of loss"]) < 0.05 and rounded["+-"] > 0
+    losses = [
+        window_losses(merge(copy.deepcopy(model), a), tokens, 8).mean().item()
+        for a in (adapter, [(A.bfloat16().float(), B.bfloat16().float()) for A, B in adapter])
+    ]
+    assert rounded["rise of loss"] == pytest.approx(losses[1] - losses[0], abs=1e-6)
+    assert rounded["MB of 100 and the model"] == 1 + 100 * rounded["KB"] / 1e3
+    assert rounded["MB of two models"] == 2 and rounded["in the place of a copy"] == 10**6 // int(
+        1e3 * rounded["KB"]
+    )
+    assert (exact["rank"], exact["type"], rounded["type"]) == (3, "float32", "bfloat16")
+    assert adapter[0][0].dtype == torch.float32  # the adapter itself stays as it is
+
+
 # The script
 
 
@@ -125,9 +158,12 @@ def test_script(distilled_checkpoint, tmp_path):
     assert [line["adapter"] for line in matrix] == ["base", "as-you-like-it", "richard-ii", "macbeth"]
     assert all(line[name] > 0 for line in matrix for name in ("as-you-like-it", "richard-ii", "macbeth"))
     memory = next(lines for title, lines in run.json["sweeps"].items() if title.startswith("Memory"))
-    assert [line["rank"] for line in memory] == [4, 8, 16]
+    assert [(line["rank"], line["type"]) for line in memory] == [
+        (rank, kind) for kind in ("float32", "bfloat16") for rank in (4, 8, 16)
+    ]
     assert all(0 < line["share of the model"] < 0.25 for line in memory)
     assert memory[0]["KB"] * 4 == pytest.approx(memory[2]["KB"])
+    assert memory[0]["KB"] == 2 * memory[3]["KB"] and memory[0]["rise of loss"] == 0
 
 
 def test_script_refuses_what_leaves_the_context(distilled_checkpoint):

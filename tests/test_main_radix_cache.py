@@ -32,14 +32,14 @@ def make_scheduler(model, cache, longest_first, oldest_every=16, **options):
 
 def texts_of(cache):
     """{slot: all tokens up to the one that it holds}; checks the tree's own rules on the way."""
-    held, stack = {}, [(cache.root, [])]
+    held, stack = {}, [(root, []) for root in cache.roots.values()]
     while stack:
         node, ids = stack.pop()
         for token, child in node.children.items():
             assert child.parent is node and child.key[0] == token
             assert len(child.key) == len(child.slots) >= 1
             assert len({cache.ref[slot] for slot in child.slots}) == 1
-            if node is not cache.root:
+            if node.parent is not None:
                 assert cache.ref[node.slots[0]] >= cache.ref[child.slots[0]]  # locks go up to the root
                 assert node.last_used >= child.last_used
             for i, slot in enumerate(child.slots):
@@ -117,7 +117,7 @@ def test_split():
     a = cache.allocate(5)
     assert cache.insert([1, 2, 3, 4, 5], a) == a
     assert cache.match([1, 2, 9, 9]) == a[:2]
-    (upper,) = cache.root.children.values()
+    (upper,) = cache.roots[b""].children.values()
     (lower,) = upper.children.values()
     assert (upper.key, upper.slots, lower.key, lower.slots) == ([1, 2], a[:2], [3, 4, 5], a[2:])
     assert upper.last_used > lower.last_used
