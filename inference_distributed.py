@@ -487,6 +487,11 @@ def shard_ms(team, name, n_calls, *args):
     return median(times[1:])
 
 
+def shards_ms(team, name, n_calls, *args):
+    """shard_ms of the rank that takes longest: a result is there when all have done their part. On rank 0."""
+    return max(team.gather(shard_ms, name, n_calls, *args))
+
+
 def busy_share(team, name, function, *args):
     """function(team, *args): which share of its time this rank spends inside the module team.kept.name."""
     module, spent, begun = getattr(team.kept, name), [], []
@@ -533,7 +538,7 @@ def split_ms(team, name, module, x, n_calls, repeats, column, times, n_numbers):
     """
     with torch.no_grad():
         line = alternating_ms({"one process": lambda: module(x)}, repeats, team.device)
-    line[named(team.world_size)] = team.run(shard_ms, name, n_calls, x)
+    line[named(team.world_size)] = shards_ms(team, name, n_calls, x)
     return line | {column: times * team.run(collective_ms, "all_reduce", n_numbers, n_calls)}
 
 

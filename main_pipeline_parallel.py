@@ -201,13 +201,13 @@ if __name__ == "__main__":
             whole_cache = rows[one]["kv_bytes_per_token"] == sum(line["KV B/token"] for line in held)
             report.check("the stages hold the whole cache, each a part", whole_cache)
             report.sweep("What a stage holds and sends", held)
-            title = f"One pass of {B} prompts of {T} tokens: time (ms), share of it idle"
+            title = f"One pass of {B} prompts of {T} tokens: time (ms)"
             for M, name in names.items():
                 line = alternating_ms({one: partial(whole, prompts)}, args.repeats, args.device)
                 work = forward_pipeline, "stage", prompts, M
                 line[ranks] = distributed.function_ms(team, args.repeats, *work)
-                line["idle"] = distributed.idle_of(team, "stage", *work)
-                line["computed idle"] = idle_share(n_layers, M)
+                line["idle share"] = distributed.idle_of(team, "stage", *work)
+                line["computed idle share"] = idle_share(n_layers, M)
                 passes.append({"groups": M} | line)
                 report.check_close(f"logits of {name} and of {one}", team.run(*work)[0], whole(prompts)[0])
             report.sweep(title, passes)
@@ -224,5 +224,5 @@ if __name__ == "__main__":
         a_pass = words.about("a pass", words.crossover(passes, "groups", ranks, one))
         report.why(a_pass + words.idle(best, "idle", "expected"))
         report.why(words.split_pays(steps, "sequences", one, "its sends", S, "a group"))
-        report.plot_sweep(title, names=[one, ranks])
+        report.plot_sweep(title, log="x", names=[one, ranks])
         report.finish()

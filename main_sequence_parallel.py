@@ -223,7 +223,7 @@ if __name__ == "__main__":
                 """A line of times: run() with all threads and with a rank's, and the work of each form."""
                 line = alternating_ms({one: run, alone: partial(team.alone, run)}, args.repeats, args.device)
                 for form in FORMS:
-                    line[form] = team.run(distributed.shard_ms, f"{what}, {form}", n_calls, *work)
+                    line[form] = distributed.shards_ms(team, f"{what}, {form}", n_calls, *work)
                 return {"tokens": n} | line
 
             for n in (32,) if args.quick else (64, 128, 256):

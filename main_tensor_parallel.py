@@ -221,8 +221,8 @@ if __name__ == "__main__":
                 line |= distributed.compare_shard(report, name, team, "gqa", gqa, prompts)
                 right = line["all-reduces"] == n_reduced and line["B/token"] == n_bytes
                 report.check(f"{name}: as many all-reduces and bytes, as PyTorch's profiler sees it", right)
-                line["prompt ms"] = team.run(distributed.shard_ms, "gqa", n_calls, prompts[:1])
-                line["token ms"] = team.run(distributed.shard_ms, "gqa", n_calls, prompts[:1, :1])
+                line["prompt ms"] = distributed.shards_ms(team, "gqa", n_calls, prompts[:1])
+                line["token ms"] = distributed.shards_ms(team, "gqa", n_calls, prompts[:1, :1])
                 held.append(line)
             report.sweep(
                 "A rank's part of the weights and the cache, and what it sends; ordinary layers", held

@@ -158,6 +158,10 @@ def keep(team, x):
     team.kept.x = x + team.rank
 
 
+def keep_sleeper(team, seconds):
+    team.kept.sleeper = lambda: time.sleep(seconds[team.rank])
+
+
 def kept(team):
     return team.kept.x, torch.get_num_threads()
 
@@ -199,6 +203,9 @@ def test_collectives(W):
         times = [team.run(collective_ms, kind, 5, 3) for kind in ("all_to_all", "all_gather", "broadcast")]
         times.append(team.run(collective_ms, "send", 5, 3))
         calls = dict(team.calls)
+        for seconds in ([0.0] * (W - 1) + [0.03], [0.03] + [0.0] * (W - 1)):  # whichever rank is slow
+            team.run(keep_sleeper, seconds)
+            assert distributed.shards_ms(team, "sleeper", 1) >= 30
     assert row["KB"] == 0.032 and row["ms"] > 0 and min(times) > 0
     assert calls == results[0][1], "measuring is not counted"
     assert values == [(10 + r, 1) for r in range(W)], "what a function keeps is there for the next"

@@ -146,6 +146,19 @@ def test_more_experts_for_a_token_than_there_are():
 
 
 @pytest.mark.slow
+def test_a_run_with_a_capacity():
+    """It is labelled approximate, and does not say of all tokens that their experts compute them."""
+    result = run_script("main_expert_parallel.py", "--quick", "--capacity", "1", "--json", "-")
+    assert result.status == 0, result.stderr + result.stdout
+    report = result.json
+    assert all(report["checks"].values()) and "at most 2 experts compute each token" in report["checks"]
+    *exact, limited = report["rows"]
+    assert limited["approximate"] and all(row["same_output"] for row in exact)
+    held = next(lines for title, lines in report["sweeps"].items() if title.startswith("What a rank holds"))
+    assert sum(line["rows"] for line in held) < 3 * 64 * 2 * 3  # sequences, tokens, experts, layers
+
+
+@pytest.mark.slow
 def test_quick_run():
     result = run_script("main_expert_parallel.py", "--quick", "--json", "-")
     assert result.status == 0, result.stderr + result.stdout
