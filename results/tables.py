@@ -326,6 +326,7 @@ TABLE = [
             "more/pruning_refit.py",
             "more/pruning_parts.py",
             "more/pruning_depth.py",
+            "more/pruning_learned_masks.py",
         ],
         "exact": "approximate",
         "training": "yes, a short distillation",
