@@ -327,6 +327,7 @@ TABLE = [
             "more/pruning_parts.py",
             "more/pruning_depth.py",
             "more/pruning_learned_masks.py",
+            "more/pruning_search.py",
         ],
         "exact": "approximate",
         "training": "yes, a short distillation",
