@@ -2,12 +2,14 @@
 
 Idea: what a removed neuron contributed can be predicted, as far as neurons overlap, from the activations of
 those that stay. The weights of that prediction, by least squares on some text, are added to the output
-weights of those that stay, and its constant to the bias: a repair in seconds, without any training.
+weights of those that stay, and its constant to the bias: a repair in seconds, without any training. Neurons
+that never fire need no repair: behind a ReLU they give zero, so they are cut for nothing.
 
-Exact: with nothing removed the model is unchanged. Approximate: everything else; the regression sees each
-layer's inputs in the whole model, not in the pruned one. Wins where neurons overlap, at the price of one
-reading of some text; the shape, and with it the time of a step, is the same with and without. Loses on
-little text, which it learns by heart: for every output there are as many unknowns as neurons that stay.
+Exact: with nothing removed the model is unchanged; so it is on text on which no neuron that was cut fires.
+Approximate: everything else; the regression sees each layer's inputs in the whole model. Wins where neurons
+overlap, at the price of one reading of some text; the shape, and with it the time of a step, is the same with
+and without. Loses on little text, which it learns by heart: for every output there are as many unknowns as
+neurons that stay.
 
 Run: python more/pruning_refit.py
 
@@ -21,7 +23,7 @@ import torch
 
 import _root  # noqa: F401 (the files above become importable)
 from gptlite_pruned import sum_over_text
-from main_pruning import prune, units_to_keep
+from main_pruning import prune, prune_linear, units_to_keep
 
 
 def structures(model, kind):
@@ -91,6 +93,22 @@ def refit(output, size, kept, mean, second_moment, ridge=1e-3):
     return total.item(), left.item()
 
 
+def prune_silent(model, moments):
+    """Cuts, in place, the neurons whose mean activation over some text is zero: they never fired.
+
+    Args: moments: of the neurons, for every layer what input_moments gives. One stays where none fires, and
+        blocks keep numbers of their own. Returns: the model, and how many neurons went.
+    """
+    n_gone = 0
+    for block, (mean, _) in zip(model.blocks, moments, strict=True):
+        fires = mean > 0  # [n_neurons]
+        fires[mean.argmax()] = True
+        n_gone += int((~fires).sum())
+        block.ffwd.net[0] = prune_linear(block.ffwd.net[0], rows=fires)
+        block.ffwd.net[2] = prune_linear(block.ffwd.net[2], columns=fires)
+    return model, n_gone
+
+
 def prune_units(model, kind, importance, n, moments=None):
     """Keeps the n most important "neurons" or "heads" [L, units] of every layer, all of the other; in place.
 
@@ -119,13 +137,14 @@ if __name__ == "__main__":
     import inference_words as words
     from gptlite import GPTlite
     from inference_utils import Timer, loss_difference, loss_figures, n_parameters, window_losses
+    from main_distillation import compare_with_teacher
 
     parser = harness.options(__doc__, plot=False, dtype=False, repeats=None)
     with harness.script(parser) as args:
         text = harness.load_text(args)
         (model,) = harness.load_models(args, GPTlite, packed=False)
         n_texts, seqlen = 16 if args.quick else 32, model.seqlen
-        columns = {"explained": ("explained", "{:.0%}")}
+        columns = {"explained": ("explained", "{:.0%}"), "kl_to_teacher": ("KL to whole", "{:.5f}")}
         report = harness.Report(args, "pruning repaired by least squares", model, columns, n_texts=n_texts)
         texts, importance = text.prompts(n_texts, seqlen, "train"), {}  # [n, T]
         places = {kind: structures(model, kind) for kind in ("neurons", "heads")}
@@ -146,6 +165,12 @@ if __name__ == "__main__":
 
         base, gains = losses_of(model), {}
         report.row("nothing removed", baseline=True, n_parameters=n_parameters(model), **loss_figures(base))
+        silent, n_silent = prune_silent(copy.deepcopy(model), moments["neurons"])
+        with torch.no_grad():
+            report.check_close("silent neurons removed: logits on the text", silent(texts), model(texts))
+        figures = compare_with_teacher(silent, model, text.prompts(args.n_windows, seqlen))
+        figures |= loss_figures(losses_of(silent), base) | {"n_parameters": n_parameters(silent)}
+        free = report.row(f"{n_silent} neurons of the model that never fired", **figures)
         for kind, amounts in (("neurons", (1 / 4, 1 / 2)), ("heads", (1 / 6, 1 / 3, 1 / 2))):
             n_all = importance[kind].shape[1]
             with torch.no_grad():
@@ -174,7 +199,7 @@ if __name__ == "__main__":
             one = f"{name}, refitted ({explained:.0%} of what they did explained)"
             report.why(words.loss_between(f"a cut of {one}", "the cut alone", difference, se))
         few, many = (f"a refit on {row['tokens']} tokens" for row in (sweep[0], sweep[-1]))
-        report.why(words.loss_between(few, many, *loss_difference(ends[0], ends[-1])))
+        report.why(words.loss(free) + words.loss_between(few, many, *loss_difference(ends[0], ends[-1])))
         seconds = f"({reading.seconds:.2f} s of reading, {solving.seconds:.2f} s of solving)"
         report.why(
             words.choose(

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -28,6 +29,7 @@ from tables import TABLE, cells  # noqa: E402
 from inference_plot import draw_lines, new_figure, save_figure  # noqa: E402
 from inference_report import code_sha256, sha256_of  # noqa: E402
 
+SMALL_FIGURE = "![Small models: loss against speed, by how they were made](results/figures/small_models.png)"
 RUNS = {  # what differs from a script without options; a name of its own where a script runs twice
     "kvcache": ["main_kvcache.py", "--peers"],
     "kvcache_compiled": ["more/kvcache_compiled.py", "--peers"],
@@ -41,6 +43,9 @@ RUNS = {  # what differs from a script without options; a name of its own where 
 }
 LONG = {"distillation_long", "pruning_long"}  # hours: made only when they are named
 NOT_HERE = {"training", "kvcache_graph", "flash_attention_triton"}  # hours of training, or for CUDA
+SMALL = re.compile(
+    r"distillation|pruning(_long|_search|_learned_masks)?$"
+)  # reports that end in small models
 
 
 def all_runs():
@@ -134,6 +139,39 @@ def load(results, machines):
     return reports
 
 
+def small_models(reports):
+    """{report: [(method, speed-up, loss), ...]} of all models with fewer parameters than the whole one.
+
+    Speeds compare only within a report, so each is a multiple of the whole model's in the same run. Models
+    with as many parameters have one shape, and so the median of their speeds, or are left out without any.
+    """
+    chosen = {name: report for name, report in reports.items() if SMALL.match(name)}
+    speeds, found = {}, {}
+    for row in (row for report in chosen.values() for row in report["rows"]):
+        if row.get("speedup"):
+            speeds.setdefault(row["n_parameters"], []).append(row["speedup"])
+    for name, report in chosen.items():
+        for row in report["rows"]:
+            size, loss = row["n_parameters"], row["valid_loss"]
+            if size in speeds and size < report["config"]["n_parameters"] and loss:
+                found.setdefault(name, []).append((row["method"], median(speeds[size]), loss))
+    return found
+
+
+def draw_small_models(models, path):
+    """The figure of small_models: a colour for each script, names for models that no other one beats."""
+    figure, axes = new_figure()
+    for name, points in models.items():
+        axes.plot([speed for _, speed, _ in points], [loss for *_, loss in points], "o", label=name)
+    every = [point for points in models.values() for point in points]
+    for method, speed, loss in every:
+        if not any(a >= speed and b <= loss and (a, b) != (speed, loss) for _, a, b in every):
+            axes.annotate(method, (speed, loss), (4, 4), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="tokens/s, times the whole model's in the same run", ylabel="validation loss (nats)")
+    axes.legend(fontsize=7)
+    save_figure(figure, path)
+
+
 def link(script):
     return f"[{Path(script).stem.removeprefix('main_')}]({script})"
 
@@ -154,6 +192,7 @@ def render(text, reports, samples):
         row = [scripts + (f"<br>{deeper}" if deeper else ""), entry["exact"], entry["training"]]
         lines.append("| " + " | ".join([*row, entry["reduces"], gain, cost]) + " |")
     parts = {"techniques": "\n".join(lines), "machine": machine_line(reports), **samples}
+    parts["small_models"] = SMALL_FIGURE if small_models(reports) else "No small model is measured yet."
     for name, part in parts.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text = re.sub(pattern, lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text, flags=re.S)
@@ -278,6 +317,8 @@ def main():
         reports = load(results, machines)
         draw_family(reports, figures / "sparse_attention.png")
         target = results / "README.md" if args.quick else readme
+        if models := small_models(reports):
+            draw_small_models(models, figures / "small_models.png")
         target.write_text(render(readme.read_text(), reports, samples_of(results / machines[0])))
         old = [n for n, r in reports.items() if n in runs and not is_fresh(r, r.get("command", runs[n]))]
         if old and not args.quick:

@@ -338,6 +338,8 @@ TABLE = [
             "more/pruning_refit.py",
             "more/pruning_parts.py",
             "more/pruning_depth.py",
+            "more/pruning_learned_masks.py",
+            "more/pruning_search.py",
         ],
         "exact": "approximate",
         "training": "yes, a short distillation",

@@ -181,6 +181,42 @@ def test_the_familys_reports_are_of_scripts():
     assert set(make.FAMILY) <= set(make.all_runs())
 
 
+def a_row(method, n, speedup=None, loss=None, **figures):
+    return {"method": method, "n_parameters": n, "valid_loss": loss, "speedup": speedup} | figures
+
+
+def test_small_models_of_the_reports_that_are_there(tmp_path):
+    """As multiples of their own run's whole model; equal sizes have one speed, measured or not."""
+    config = {"n_parameters": 100}
+    rows = [a_row("teacher", 100, 1.0, 1.4), a_row("student", 20, 3.0, 1.6), a_row("no loss", 40, 2.0)]
+    distillation = {"config": config, "rows": rows}
+    arms = [a_row("soft labels", 20, None, 1.7), a_row("another size", 30, None, 1.8)]
+    features = {"config": config, "rows": arms}
+    cut = {"config": config, "rows": [a_row("50%", 50, 1.5, 1.5), a_row("random", 50, 1.4, 2.55)]}
+    depth = {"config": config, "rows": [a_row("2 blocks", 50, 1.5, 1.5)]}
+    reports = {"distillation": distillation, "distillation_features": features, "kvcache": distillation}
+    reports |= {"pruning_search": cut, "pruning_depth": depth}
+    models = make.small_models(reports)
+    assert models == {
+        "distillation": [("student", 3.0, 1.6)],
+        "distillation_features": [("soft labels", 3.0, 1.7)],
+        "pruning_search": [("50%", 1.45, 1.5), ("random", 1.45, 2.55)],
+    }
+    make.draw_small_models(models, tmp_path / "small_models.png")
+    assert (tmp_path / "small_models.png").stat().st_size > 1000
+    assert make.small_models({"distillation_features": features}) == {}
+    assert make.small_models({}) == make.small_models({"kvcache": REPORT}) == {}
+
+
+def test_the_readme_shows_small_models_once_there_are_some():
+    text = "<!-- small_models -->\n<!-- /small_models -->\n"
+    assert "No small model is measured yet." in make.render(text, {"kvcache": REPORT}, {})
+    rows = [a_row("teacher", 100, 1.0, 1.4), a_row("student", 20, 3.0, 1.6)]
+    made = copy.deepcopy(REPORT) | {"rows": rows}
+    made["config"]["n_parameters"] = 100
+    assert "results/figures/small_models.png" in make.render(text, {"pruning_search": made}, {})
+
+
 def test_cells_are_short():
     entry = next(entry for entry in tables.TABLE if entry["technique"] == "KV cache")
     entry = entry | {"gain": lambda r: "x" * 81}

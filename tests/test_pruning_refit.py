@@ -9,9 +9,10 @@ from helpers import assert_close, random_tokens, run_script, tiny_model
 import inference_utils as utils
 from gptlite import GPTlite
 from gptlite_gqa import GPTlite_GQA
+from gptlite_pruned import with_kv_cache
 from main_pruning import keep_largest, mask, prune
 from pruning_importance import score_units
-from pruning_refit import contribution, input_moments, prune_units, refit, structures
+from pruning_refit import contribution, input_moments, prune_silent, prune_units, refit, structures
 
 H, D, E, N = 4, 8, 32, 128
 CONTEXT, L = 16, 2
@@ -156,6 +157,38 @@ def test_prune_units_without_refit_is_prune(kind):
     assert_close(pruned(tokens), mask(copy.deepcopy(model), *sizes)(tokens))
 
 
+# ---- Neurons that never fire ----
+
+
+def test_silent_neurons_are_cut_for_nothing():
+    """Each block its own; on the text that was read nothing changes, and it decodes with a cache."""
+    model, windows = model_of(), utils.sample_prompts(DATA, 12, CONTEXT)
+    with torch.no_grad():
+        for layer, neurons in ((0, [3, 4, 100]), (1, [0])):
+            model.blocks[layer].ffwd.net[0].weight[neurons] = 0.0
+            model.blocks[layer].ffwd.net[0].bias[neurons] = -1.0
+    outputs = [output for _, output, _ in structures(model, "neurons")]
+    fired = [(inputs_of(model, output, windows) != 0).any(dim=0) for output in outputs]
+    moments = input_moments(model, outputs, windows)
+    found, n_gone = prune_silent(copy.deepcopy(model), moments)
+    assert n_gone == sum(int((~one).sum()) for one in fired) >= 4
+    sizes = [block.ffwd.net[0].out_features for block in found.blocks]
+    assert sizes == [int(one.sum()) for one in fired] and sizes[0] != sizes[1]
+    assert_close(found(windows), model(windows))
+    assert_close(utils.cached_logits(with_kv_cache(found), windows, 5)[0], model(windows))
+
+
+def test_a_block_in_which_no_neuron_fires_keeps_one():
+    model, windows = model_of(), utils.sample_prompts(DATA, 12, CONTEXT)
+    with torch.no_grad():
+        model.blocks[1].ffwd.net[0].weight.zero_()
+        model.blocks[1].ffwd.net[0].bias.fill_(-1.0)
+    outputs = [output for _, output, _ in structures(model, "neurons")]
+    found, _ = prune_silent(copy.deepcopy(model), input_moments(model, outputs, windows))
+    assert found.blocks[1].ffwd.net[0].out_features == 1
+    assert_close(found(windows), model(windows))
+
+
 # ---- The script ----
 
 
@@ -165,9 +198,12 @@ def test_script(distilled_checkpoint, tmp_path):
     run = run_script("more/pruning_refit.py", *args, cwd=tmp_path, checkpoint=distilled_checkpoint)
     assert run.status == 0, run.stderr + run.stdout
     report = run.json
-    assert len(report["checks"]) == 2 and all(report["checks"].values())
-    whole, neurons, neurons_refitted, heads, heads_refitted = report["rows"]
-    assert whole["baseline"]
+    assert len(report["checks"]) == 3 and all(report["checks"].values())
+    whole, silent, neurons, neurons_refitted, heads, heads_refitted = report["rows"]
+    assert whole["baseline"] and 0 <= silent["kl_to_teacher"] < 0.01
+    n_silent = int(silent["method"].partition(" ")[0])
+    assert silent["n_parameters"] == whole["n_parameters"] - n_silent * (2 * 192 + 1)
+    assert abs(silent["loss_difference"]) < 0.01
     for cut, repaired in ((neurons, neurons_refitted), (heads, heads_refitted)):
         assert cut["n_parameters"] == repaired["n_parameters"] < whole["n_parameters"]
         assert cut.get("explained") is None and 0 < repaired["explained"] < 1
