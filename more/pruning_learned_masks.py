@@ -198,7 +198,7 @@ if __name__ == "__main__":
         p, n_whole = utils.parameters_of(teacher), n_parameters(use_training_attention(teacher))
         n_wanted, n_masked = round(args.keep * n_whole), max(args.steps // 2, 1)  # steps with masks
         batch, tokens = (2, 64) if args.quick else (8, p.seqlen), text.prompts(2, p.seqlen)  # [B, T]
-        report = harness.Report(args, "learned masks", teacher, hide=["forward_tokens"], text=text)
+        report = harness.Report(args, "learned masks", teacher, {}, ["same_output"], text, steps=args.steps)
         ones = {axis: torch.ones(shape, device=args.device) for axis, shape in mask_shapes(teacher).items()}
         n_heads = max(round(args.keep * p.n_heads), 1)  # of the other way: as many in all blocks
         some = ones | {"heads": ones["heads"][:, :n_heads], "neurons": ones["neurons"][:, :1]}

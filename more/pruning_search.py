@@ -170,9 +170,9 @@ if __name__ == "__main__":
         text, state, dev = harness.load_text(args), utils.load_checkpoint(args.checkpoint), args.device
         whole = harness.build(args, state, GPTlite, packed=False, dropout_p=0.0)
         p, n_trial = utils.parameters_of(whole), args.steps // 6 + 1
-        columns = {"training_steps": ("steps", "{}")}
+        columns, hidden = {"training_steps": ("steps", "{}")}, ("forward_tokens", "same_output")
         B, T, n_judged = (2, 64, 4) if args.quick else (8, p.seqlen, 32)
-        report = harness.Report(args, "search for a shape", whole, columns, ["forward_tokens"], text)
+        report = harness.Report(args, "search for a shape", whole, columns, hidden, text, steps=args.steps)
         plans = {keep: candidates(whole, round(keep * n_parameters(whole))) for keep in sorted(args.keep)}
         importance = weigh_all_parts(whole, text.prompts(32, T, "train"))
         tokens, windows = text.prompts(2, T), utils.sample_prompts(text.train, args.steps * B, T + 1)
