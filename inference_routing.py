@@ -109,7 +109,8 @@ def moved(n_requests):
     """What became of the requests of a replica that died."""
     return words.choose(
         n_requests,
-        (1, f"{n_requests} requests of the replica that died went to the others."),
+        (2, f"{n_requests} requests of the replica that died went to the others."),
+        (1, "One request of the replica that died went to another."),
         "The replica that died had no requests.",
     )
 
