@@ -11,6 +11,7 @@ Letters: as in gptlite.py; G groups, as many as heads unless keys and values are
 """
 
 import functools
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -179,7 +180,7 @@ def mix(weights, V):
     return out.reshape(*weights.shape[:3], V.shape[3])
 
 
-class EvictingCache:
+class EvictingCache(ABC):
     """A layer's cache of at most `budget` keys for each head of keys: those that its rule finds worth most.
 
     A new token takes the slot of the key that goes, so the slots are in no order. A rule is a subclass with
@@ -256,12 +257,12 @@ class EvictingCache:
         self.k, self.v = (F.pad(x.gather(2, rows), (0, 0, *room)) for x in (K, V))  # [B, G, budget, D]
         return mix(weights, V)  # [B, H, P, D]
 
-    def observe(self, given):
+    def observe(self, given):  # noqa: B027 (a rule may go by place alone)
         """What new queries gave to the keys held: [B, G, Sq, n], in the order of the slots."""
 
+    @abstractmethod
     def worth(self):
         """[B, G, S], for all slots."""
-        raise NotImplementedError
 
 
 @torch.no_grad()

@@ -89,6 +89,24 @@ def decode_step(model, x, k, v, position, window):
     return model.fc_out(model.ln(x)), torch.stack(keys), torch.stack(values)
 
 
+def compiled(function, backend):
+    """The function compiled whole, one graph for each shape of its tensors; with backend None as it is."""
+    if not backend:
+        return function
+    torch._dynamo.config.recompile_limit = 64  # a graph for each view of the cache and each form
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+
+def packed_in_graph(model):
+    """A copy whose linear layers are packed and can stand in a graph; the model itself where none can be."""
+    return replace_linears(model, LinearInGraph) if can_pack(model.fc_out.weight) else model
+
+
+def rows_to_read(n_keys, bucket, window):
+    """How many rows of a cache a graph reads for n_keys of them: a multiple of the bucket, or all."""
+    return min(-(-max(n_keys, 1) // bucket) * bucket, window)
+
+
 class CompiledStep(nn.Module):
     """The decode step compiled, for a StaticKVCache: (token ids [B, 1], cache) -> (logits [B, 1, V], cache).
 
@@ -100,16 +118,12 @@ class CompiledStep(nn.Module):
     def __init__(self, model, batch_size, dtype=torch.float32, bucket=64, backend="inductor"):
         super().__init__()
         weight = model.fc_out.weight
-        if weight.is_cpu and weight.dtype == torch.float32:
-            if batch_size == 1:
-                model = replace_linears(model, lambda linear: LinearAsSum(linear, dtype))
-            elif can_pack(weight):
-                model = replace_linears(model, LinearInGraph)
+        if batch_size > 1:
+            model = packed_in_graph(model)
+        elif weight.is_cpu and weight.dtype == torch.float32:
+            model = replace_linears(model, lambda linear: LinearAsSum(linear, dtype))
         self.model, self.batch_size, self.bucket = model, batch_size, bucket
-        self.step = decode_step
-        if backend:
-            torch._dynamo.config.recompile_limit = 64  # a graph for each view of the cache and each form
-            self.step = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
+        self.step = compiled(decode_step, backend)
 
     @torch.no_grad()
     def forward(self, x, kv_cache):
@@ -117,7 +131,7 @@ class CompiledStep(nn.Module):
         if x.shape != (self.batch_size, 1):  # others would be cut off, or broadcast over the cache
             raise ValueError(f"made for {self.batch_size} sequences and one token, not {list(x.shape)}")
         length, window = kv_cache.length, kv_cache.window
-        n = min(-(-max(length, 1) // self.bucket) * self.bucket, window)  # rows of the view
+        n = rows_to_read(length, self.bucket, window)
         position = torch.tensor([length], device=x.device)  # [1]
         k, v = kv_cache.k[:, :, :, :n], kv_cache.v[:, :, :, :n]  # [L, B, H, n, D]
         logits, K, V = self.step(self.model, x[:, 0].contiguous(), k, v, position, window)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from gptlite import GPTlite
+from inference_agreement import agreement
 from inference_training import (
     autocast,
     check_same_shape,
@@ -129,19 +130,14 @@ def train_students(
     return train_side_by_side(students, batch_of, loss_of, settings, valid_data, n_windows, path, resume)
 
 
-@torch.no_grad()
 def compare_with_teacher(student, teacher, windows, batch_size=16):
     """How far a student is from the teacher, at every position of some texts, token ids [N, T].
 
     Returns: {"kl_to_teacher": KL divergence from teacher to student in nats per token, "same_best_token":
         share of positions where both find the same token best}.
     """
-    kl, same = 0.0, 0
-    for x in windows.split(batch_size):
-        target, logits = (first_of(model(x)).float() for model in (teacher, student))  # [B, T, V]
-        kl += distillation_loss(logits, target, 1.0).item() * len(x)
-        same += (logits.argmax(-1) == target.argmax(-1)).sum().item()
-    return {"kl_to_teacher": kl / len(windows), "same_best_token": same / windows.numel()}
+    figures = agreement(student, teacher, windows, batch_size)
+    return {"kl_to_teacher": figures["kl"], "same_best_token": figures["top1"]}
 
 
 LR = 3e-3  # peak learning rate of AdamW: a narrow model wants more than GPTlite's

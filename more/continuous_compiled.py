@@ -14,12 +14,10 @@ Run: python more/continuous_compiled.py            (--longest 256 has longer ans
 Source: Yu et al., Orca, 2022 (steps of any requests); Ansel et al., PyTorch 2, 2024 (compilation).
 """
 
-import torch
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
-from gptlite_compiled import decode_step, replace_linears
-from linear_packed import LinearInGraph, can_pack
+from gptlite_compiled import compiled, decode_step, packed_in_graph, rows_to_read
 
 
 class CompiledSlots(nn.Module):
@@ -31,25 +29,19 @@ class CompiledSlots(nn.Module):
 
     def __init__(self, model, bucket=64, backend="inductor"):
         super().__init__()
-        self.model = replace_linears(model, LinearInGraph) if can_pack(model.fc_out.weight) else model
+        self.model = packed_in_graph(model)
         self.seqlen, self.blocks, self.bucket = model.seqlen, self.model.blocks, bucket
         self.token_embedding, self.position_embedding = model.token_embedding, model.position_embedding
-        self.step = decode_step
-        if backend:
-            torch._dynamo.config.recompile_limit = 64  # a graph for each view of the cache
-            self.step = torch.compile(decode_step, fullgraph=True, dynamic=False, backend=backend)
+        self.step = compiled(decode_step, backend)
 
     def forward(self, tokens, step, k, v):
         """Token ids [N] and the cache k, v [L, slots, H, S, D], written in place -> logits [B, V]."""
         if step.prompts:
             return self.model(tokens, step, k, v)
         n, n_slots, window = len(tokens), k.shape[1], k.shape[3]
-        x, positions = (
-            tokens.new_zeros(n_slots),
-            tokens.new_zeros(n_slots),
-        )  # [slots]; empty slots see nothing
+        x, positions = tokens.new_zeros(2, n_slots)  # [slots] each; at position 0 an empty slot sees nothing
         x[:n], positions[:n] = tokens, step.positions
-        rows = min(-(-step.n_keys // self.bucket) * self.bucket, window)  # of the view
+        rows = rows_to_read(step.n_keys, self.bucket, window)
         past = k[:, :, :, :rows], v[:, :, :, :rows]  # [L, slots, H, rows, D]
         logits, K, V = self.step(self.model, x, *past, positions, window)  # [slots, V], [L, slots, H, D]
         k[:, step.slots, :, step.positions] = K[:, :n].transpose(0, 1)  # [n, L, H, D]
@@ -76,14 +68,14 @@ if __name__ == "__main__":
         (ordinary,) = harness.load_models(args, GPTlite_Slots, packed=False)
         requests = queueing.draw_requests(args, text, plain.seqlen)
         report = harness.Report(args, "compiled continuous batching", plain, columns, text=text)
-        compiled = CompiledSlots(ordinary, backend=None if args.quick else "inductor")
+        graphs = CompiledSlots(ordinary, backend=None if args.quick else "inductor")
         with Timer(args.device) as timer:  # each view of the cache that these requests need
-            serve(compiled, requests, B, plain.seqlen)
+            serve(graphs, requests, B, plain.seqlen)
         buffers = SlotBatch(slots, B, plain.seqlen)
         ways = [
             Way("one at a time", serve, slots, 1, buffers=buffers),
             Way("continuous", serve, slots, B, buffers=buffers),
-            Way("continuous, compiled", serve, compiled, B, buffers=buffers),
+            Way("continuous, compiled", serve, graphs, B, buffers=buffers),
         ]
         rows = queueing.compare_queue(report, plain, requests, ways)
         _, eager, ours = rows.values()

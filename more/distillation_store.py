@@ -96,7 +96,8 @@ if __name__ == "__main__":
     import inference_training as training
     import inference_utils as utils
     import inference_words as words
-    from gptlite import GPTlite, get_gptlite_distilled_model_parameters
+    from gptlite import get_gptlite_distilled_model_parameters
+    from inference_distillation import load_teacher
     from main_distillation import LR, N_STORED, compare_with_teacher, make_students, store_soft_labels
 
     options = {"checkpoint_help": "teacher", "plot": False, "dtype": False}  # students train in float32
@@ -116,9 +117,7 @@ if __name__ == "__main__":
         kinds |= {"squared logits": (None, False), "text alone": None}
         one = torch.zeros(1, V)  # what is stored of one token
         parts = {name: in_16_bits(*keep_best(one, *kind)) if kind else () for name, kind in kinds.items()}
-        weights = utils.load_checkpoint(args.checkpoint)
-        teacher = utils.model_from(weights, GPTlite, V, str(args.checkpoint)).to(dev)
-        training.use_training_attention(teacher)
+        teacher = load_teacher(args, V)
         windows = utils.sample_prompts(text.train, min(args.steps * B, N_STORED), T + 1)  # [N, T+1]
         unseen = text.prompts(args.n_windows, T)  # [N, T]
         report = harness.Report(args, "stored soft labels", teacher, columns, text=text, steps=args.steps)

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 import _root  # noqa: F401 (the files above become importable)
-from kvcache_compiled import CompiledStep, replace_linears
-from linear_packed import LinearInGraph, can_pack
+from gptlite_compiled import CompiledStep, compiled, packed_in_graph
 from main_speculative_decoding import DraftModel, generate_speculative
 
 
@@ -81,13 +80,9 @@ class CompiledTarget(nn.Module):
 
     def __init__(self, model, ordinary, n_rows, backend="inductor"):
         super().__init__()
-        if can_pack(ordinary.fc_out.weight):
-            ordinary = replace_linears(ordinary, LinearInGraph)
+        ordinary = packed_in_graph(ordinary)
         self.model, self.ordinary, self.n_rows, self.seqlen = model, ordinary, n_rows, model.seqlen
-        self.graph = verification
-        if backend:
-            torch._dynamo.config.recompile_limit = 64
-            self.graph = torch.compile(verification, fullgraph=True, dynamic=False, backend=backend)
+        self.graph = compiled(verification, backend)
 
     @torch.no_grad()
     def forward(self, x, kv_cache):

@@ -3,7 +3,7 @@
 import pytest
 import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script
-from test_inference_distillation import V, check_arms, student_like
+from test_inference_distillation import V, checked_report, student_like
 
 from more.distillation_ensemble import Ensemble
 
@@ -30,12 +30,7 @@ def test_an_ensemble_is_never_worse_than_its_members_on_the_mean():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint):
-    run = run_script(
-        "more/distillation_ensemble.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint
-    )
-    assert run.status == 0, run.stderr
-    report = run.json
-    check_arms(report)
+    report = checked_report("more/distillation_ensemble.py", distilled_checkpoint)
     *members, ensemble = next(iter(report["sweeps"].values()))
     assert ensemble["loss"] < sum(line["loss"] for line in members) / len(members)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script
-from test_inference_distillation import V, check_arms, student_like
+from test_inference_distillation import V, checked_report, student_like
 from torch import nn
 
 from main_distillation import distillation_loss
@@ -101,12 +101,7 @@ def test_feature_loss_reaches_the_student_alone():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint):
-    run = run_script(
-        "more/distillation_features.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint
-    )
-    assert run.status == 0, run.stderr
-    report = run.json
-    check_arms(report)
+    checked_report("more/distillation_features.py", distilled_checkpoint)
 
 
 def test_bad_option(distilled_checkpoint):

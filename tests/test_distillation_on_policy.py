@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script
-from test_inference_distillation import V, check_arms, logits, student_like
+from test_inference_distillation import V, checked_report, logits, student_like
 
 from gptlite import GPTlite
 from more.distillation_on_policy import OwnTexts, divergence, write_on
@@ -72,12 +72,7 @@ def test_texts_are_written_anew_every_few_steps():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint):
-    run = run_script(
-        "more/distillation_on_policy.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint
-    )
-    assert run.status == 0, run.stderr
-    report = run.json
-    check_arms(report)
+    checked_report("more/distillation_on_policy.py", distilled_checkpoint)
 
 
 def test_bad_option(distilled_checkpoint):

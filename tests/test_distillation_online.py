@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, random_tokens, run_script
-from test_inference_distillation import V, check_arms, logits, student_like
+from test_inference_distillation import V, checked_report, logits, student_like
 
 from inference_distillation import Answers
 from more.distillation_online import online_loss
@@ -41,10 +41,7 @@ def test_who_is_updated_second_learns_from_what_the_first_says_then():
 
 @pytest.mark.slow
 def test_script(distilled_checkpoint):
-    run = run_script("more/distillation_online.py", "--quick", "--json", "-", checkpoint=distilled_checkpoint)
-    assert run.status == 0, run.stderr
-    report = run.json
-    check_arms(report)
+    checked_report("more/distillation_online.py", distilled_checkpoint)
 
 
 def test_bad_option(distilled_checkpoint):

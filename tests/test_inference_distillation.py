@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_tokens, tiny_model
+from helpers import random_tokens, run_script, tiny_model
 from torch import nn
 
 import inference_distillation
@@ -23,8 +23,11 @@ def student_like(seed, **sizes):
     return tiny_model(GPTlite, seed=seed, vocab_size=V, **sizes)
 
 
-def check_arms(report):
-    """Of a report of any study: checks hold, arms have equal tokens or fewer, figures are there."""
+def checked_report(script, checkpoint):
+    """Of a quick run of any study: checks hold, arms have equal tokens or fewer, figures are there."""
+    run = run_script(script, "--quick", "--json", "-", checkpoint=checkpoint)
+    assert run.status == 0, run.stderr
+    report = run.json
     assert report["checks"] and all(report["checks"].values()) and 3 <= len(report["why"]) <= 4
     base, *rows = report["rows"]
     assert base["baseline"] and len(rows) >= 3 and len({row["n_parameters"] for row in report["rows"]}) == 1
@@ -32,6 +35,7 @@ def check_arms(report):
         equal_time = row["method"].endswith(", equal time")
         assert row["steps"] < base["steps"] if equal_time else row["steps"] == base["steps"]
         assert row["kl_to_teacher"] > 0 and row["loss_difference_se"] > 0
+    return report
 
 
 class Counted(nn.Module):
