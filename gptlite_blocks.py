@@ -57,6 +57,8 @@ class BlockPool:
     Args: model: a GPTlite, for shapes, dtype and device; n_blocks; block_size: tokens in a block.
     """
 
+    can_swap = True  # whether blocks alone are what a sequence takes, so that a scheduler may copy them out
+
     def __init__(self, model, n_blocks, block_size=16):
         if n_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool of {n_blocks} blocks of {block_size} tokens: both must be at least 1")

@@ -66,12 +66,16 @@ class PagedScheduler:
         reserve: None takes blocks when they are needed; a function sequence -> n_tokens takes room for so
         many at admission, which is what a contiguous cache does; max_running: sequences at a time at most;
         watermark: share of the pool that admission leaves free, so that those who run can grow;
-        temperature: as in choose_tokens.
+        temperature: as in choose_tokens. Raises ValueError for swap with a pool that cannot.
     """
 
     def __init__(
         self, model, pool, swap=False, reserve=None, max_running=256, watermark=0.01, temperature=0.0
     ):
+        if swap and not pool.can_swap:
+            raise ValueError(
+                f"{type(pool).__name__}: texts cannot be copied out of this pool; use swap=False"
+            )
         self.model, self.pool, self.swap, self.reserve = model, pool, swap, reserve
         self.max_running, self.temperature = max_running, temperature
         self.spare = 0 if reserve else int(watermark * pool.n_blocks)  # blocks

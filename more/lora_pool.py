@@ -52,6 +52,8 @@ class AdapterPool(BlockCache):
     rows [L, blocks * 2 * block_size, E]: the pool's memory, a key or value, or a row of an adapter, in each.
     """
 
+    can_swap = False  # a text that is copied out would keep its adapter in use
+
     def __init__(self, model, n_blocks, block_size=16, adapters=None):
         super().__init__(model, n_blocks, block_size)
         self.rows = self.kv.view(len(self.kv), 2 * n_blocks * block_size, -1)

@@ -319,6 +319,13 @@ def test_adapters_of_the_running_are_shared():
 
 
 @pytest.mark.parametrize("make", [AdapterPool, two_halves])
+def test_texts_are_not_copied_out_of_a_pool_with_adapters(make):
+    """Their adapters would stay in use, and nothing could run."""
+    with pytest.raises(ValueError, match="use swap=False"):
+        PagedScheduler(GROUPED, make(GROUPED, 16, 4), swap=True)
+
+
+@pytest.mark.parametrize("make", [AdapterPool, two_halves])
 def test_what_could_never_run_is_refused(make):
     scheduler = PagedScheduler(GROUPED, poisoned(GROUPED, 8, make=make))
     serve_adapters(scheduler, [(torch.arange(4), 1, ADAPTERS[1])])
