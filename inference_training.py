@@ -130,6 +130,30 @@ UPTRAIN_LR = 2e-4
 CONVERSION_LR = 1e-3
 
 
+def take_steps(module, loss_of, train_data, iters, lr, batch_size, seqlen, generator, schedule, label):
+    """Trains a module for a few steps, with a progress bar; it is in evaluation mode afterwards.
+
+    Args: loss_of: (inputs, next tokens) [B, T] -> scalar; train_data: token ids [N]; batch_size, seqlen:
+        windows per step and their length, which the generator draws; schedule: step -> learning rate.
+    Returns: the loss of every step.
+    """
+    device, optimizer, losses = next(module.parameters()).device, make_optimizer(module, lr), []
+    module.train()
+    for step in (bar := tqdm(range(iters), desc=label, leave=False, disable=None)):
+        x, y = (t.to(device) for t in get_batch(train_data, batch_size, seqlen, generator))  # [B, T]
+        loss = loss_of(x, y)
+        optimizer_step(module, optimizer, loss, schedule(step))
+        losses.append(loss.item())
+        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+    module.eval()
+    return losses
+
+
+def short_schedule(iters, lr):
+    """step -> learning rate: lr is reached after a tenth of the steps and gone at the end."""
+    return lambda step: learning_rate((step + 0.5) / iters, lr, warmup=0.1)
+
+
 def train_steps(model, train_data, iters, lr, batch_size, seqlen, seed=42, label="training"):
     """Trains the model on next-token prediction for a few steps, as up-training does after a change.
 
@@ -137,21 +161,15 @@ def train_steps(model, train_data, iters, lr, batch_size, seqlen, seed=42, label
         the end; batch_size, seqlen: windows per step and their length. The seed alone decides the batches.
     Returns: the loss of every step in nats per token. The model is back in evaluation mode.
     """
-    model_device = next(model.parameters()).device
-    optimizer = make_optimizer(model, lr)
-    generator = torch.Generator().manual_seed(seed)
-    model.train()
-    losses = []
-    for step in (bar := tqdm(range(iters), desc=label, leave=False, disable=None)):
-        x, y = (t.to(model_device) for t in get_batch(train_data, batch_size, seqlen, generator))  # [B, T]
-        with autocast(model_device):
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(seed)
+
+    def loss_of(x, y):
+        with autocast(device):
             logits = first_of(model(x))  # [B, T, V]
-        loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-        optimizer_step(model, optimizer, loss, learning_rate((step + 0.5) / iters, lr, warmup=0.1))
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-    model.eval()
-    return losses
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    schedule = short_schedule(iters, lr)
+    return take_steps(model, loss_of, train_data, iters, lr, batch_size, seqlen, generator, schedule, label)
 
 
 def check_same_shape(logits_student, logits_teacher):
@@ -182,27 +200,25 @@ def distill(
         repeats the batches.
     Returns: the loss of every step in nats per token. The model is in evaluation mode afterwards.
     """
-    device = next(model.parameters()).device
-    optimizer = make_optimizer(model, lr)
+    device, teacher_was_training = next(model.parameters()).device, teacher.training
     # a generator of its own: dropout in the model must not change which batches come
     generator = torch.Generator().manual_seed(torch.randint(2**62, ()).item())
-    teacher_was_training = teacher.training
-    teacher.eval()
-    model.train()
-    losses = []
-    for step in (bar := tqdm(range(iters), desc="distillation", leave=False, disable=None)):
-        x = get_batch(train_data, batch_size, seqlen, generator)[0].to(device)  # [B, T]
+
+    def loss_of(x, _):
         with autocast(device):
             with torch.no_grad():
                 target = first_of(teacher(x))  # [B, T, V]
             logits = first_of(model(x))  # [B, T, V]
-        loss = loss_function(logits.float(), target.float(), temperature)
-        progress = (step + 1) / iters
-        optimizer_step(model, optimizer, loss, learning_rate(progress, lr, min(20 / iters, 0.5), 0.1))
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
+        return loss_function(logits.float(), target.float(), temperature)
+
+    def schedule(step):
+        return learning_rate((step + 1) / iters, lr, min(20 / iters, 0.5), 0.1)
+
+    teacher.eval()
+    losses = take_steps(
+        model, loss_of, train_data, iters, lr, batch_size, seqlen, generator, schedule, "distillation"
+    )
     teacher.train(teacher_was_training)
-    model.eval()
     return losses
 
 
@@ -213,18 +229,16 @@ def train_heads(heads, loss_of, train_data, iters, lr, batch_size, seqlen, seed=
         others as in train_steps.
     Returns: the loss of every step. The heads are in evaluation mode afterwards.
     """
-    device, optimizer, losses = next(heads.parameters()).device, make_optimizer(heads, lr), []
-    generator = torch.Generator().manual_seed(seed)
-    heads.train()
-    for step in (bar := tqdm(range(iters), desc=label, leave=False, disable=None)):
-        x = get_batch(train_data, batch_size, seqlen, generator)[0].to(device)  # [B, T]
+    device, generator = next(heads.parameters()).device, torch.Generator().manual_seed(seed)
+
+    def loss_of_batch(x, _):
         with autocast(device):
-            loss = loss_of(heads, x)
-        optimizer_step(heads, optimizer, loss, learning_rate((step + 0.5) / iters, lr, warmup=0.1))
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {losses[-1]:.3f}")
-    heads.eval()
-    return losses
+            return loss_of(heads, x)
+
+    schedule = short_schedule(iters, lr)
+    return take_steps(
+        heads, loss_of_batch, train_data, iters, lr, batch_size, seqlen, generator, schedule, label
+    )
 
 
 def uptrained(model, train_data, iters, lr, batch_size, seqlen, label="up-training"):

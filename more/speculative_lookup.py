@@ -123,6 +123,6 @@ if __name__ == "__main__":
             row = tables[kind][f"up to {middle}"]
             report.why(words.compare(row, tables[kind]["static"], "tokens_per_s") + words.rounds(row))
         report.why(words.flattered(lines[0]["tokens a round, plays"], lines[-1]["tokens a round, plays"]))
-        drawn = {f"{kind}": (names, [part[0] for part in parts[kind]]) for kind in prompts}
+        drawn = {kind: (names, [part[0] for part in parts[kind]]) for kind in prompts}
         report.plot_lines(drawn, "", "tokens a round")
         report.finish()

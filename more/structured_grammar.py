@@ -194,9 +194,9 @@ if __name__ == "__main__":
         report = harness.Report(args, "a grammar with a stack", cached, columns)
 
         def by_grammar():  # one prompt at a time, sampled
-            given = enumerate(prompts, start=args.seed * N)
-            how = (n_new, grammar, VOCABULARY, end, 1.0)
-            return [generate_by_grammar(cached, prompt, *how, request=number) for number, prompt in given]
+            write = partial(generate_by_grammar, cached, n_tokens=n_new, grammar=grammar)
+            write = partial(write, vocabulary=VOCABULARY, end=end, temperature=1.0)
+            return [write(prompt, request=i) for i, prompt in enumerate(prompts, start=args.seed * N)]
 
         lengths = [len(answer) for answer in by_grammar()]
         pairs, W = [*zip(prompts, lengths, strict=True)], cached.seqlen
